@@ -200,23 +200,15 @@ class GenerateEndpoint(Endpoint):
 
     async def _supervise(self, exchange: Exchange, writing: Awaitable[None], deadline: float) -> None:
         """Write the answer for as long as there is anyone to write it to."""
-        left = exchange.left()
         bound = self._front.deadlines.until(deadline + STALLED_S)
-
-        def stop(_: asyncio.Task[None]) -> None:
-            bound.expire()
-
         try:
             with bound:
-                left.add_done_callback(stop)
-                try:
-                    await writing
-                finally:
-                    left.remove_done_callback(stop)
+                exchange.watch_left(bound.expire)
+                await writing
         except TimeoutError:
             if not bound.expired:
                 raise
-            if not left.done():
+            if not exchange.has_left:
                 raise TimedOut("the request's deadline passed") from None
 
     async def _write(self, exchange: Exchange, found: ParsedBody, answer: Answer) -> None:

@@ -27,6 +27,9 @@ from services.gateway.http.pings import Pings
 
 log = structlog.get_logger(__name__)
 FAIL_WAIT_S = 1.0
+# Most answers of a moment are over before anybody has to look if their client is still there, which costs two messages
+# between threads.
+WATCH_S = 0.1
 SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -59,6 +62,7 @@ class Exchange:
         self._unwritten: _Begun | None = None
         self._pings = Pings(self._dialect.ping, send)
         self._left: asyncio.Task[None] | None = None
+        self._watch: asyncio.TimerHandle | None = None
         self.also: dict[str, str] = {}  # headers beside those of the response
         self.started = False
         self.opened = False  # a stream that has its own words for a failure
@@ -95,7 +99,8 @@ class Exchange:
             raise BodyTimeout(f"the body was not sent within {seconds:g} s", code="body_timeout") from None
 
     async def _body(self, limit: int) -> bytes:
-        if _length(self.headers) > limit:
+        whole = _length(self.headers)
+        if whole > limit:
             raise BodyTooLarge(f"the body must not be larger than {limit} bytes", code="body_too_large")
         parts, size = [], 0
         while True:
@@ -106,14 +111,29 @@ class Exchange:
             size += len(parts[-1])
             if size > limit:
                 raise BodyTooLarge(f"the body must not be larger than {limit} bytes", code="body_too_large")
-            if not message.get("more_body"):
+            if size == whole > 0 or not message.get("more_body"):  # its end needs no message of its own
                 return b"".join(parts)
 
-    def left(self) -> asyncio.Task[None]:
-        """Done once the client has left. Only after `body`; it ends with the exchange."""
-        if self._left is None:
-            self._left = asyncio.create_task(self._wait_left())
-        return self._left
+    @property
+    def has_left(self) -> bool:
+        """True once `watch_left` has seen it."""
+        return self._left is not None and self._left.done()
+
+    def watch_left(self, then: Callable[[], object] | None = None, after_s: float = WATCH_S) -> None:
+        """Call `then` when the client has left, from so many seconds on. Only after `body`, until `abandon`."""
+
+        def watch() -> None:
+            if self._left is None:
+                self._left = asyncio.create_task(self._wait_left())
+            if then is not None:
+                self._left.add_done_callback(lambda _: then())
+
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._left is None and after_s:
+            self._watch = asyncio.get_running_loop().call_later(after_s, watch)
+        else:
+            watch()
 
     async def _wait_left(self) -> None:
         while True:
@@ -190,11 +210,12 @@ class Exchange:
         """Nothing is written any more."""
         self._pings.abandon()
         self._failure = None  # it refers to the answer, which may refer to this
+        if self._watch is not None:
+            self._watch.cancel()
         if self._left is not None:
             self._left.cancel()
-            self._left = (
-                None  # what it ends with refers to this: together they would be garbage that only a search finds
-            )
+        # What they call refers to this: together they would be garbage that only a search finds.
+        self._watch = self._left = None
 
     async def _start_events(self, headers: Mapping[str, str]) -> None:
         if not self.started:

@@ -25,7 +25,8 @@ class Waking:
         Raises:
             ClientLeft
         """
-        if self._exchange.left().done():
+        self._exchange.watch_left(after_s=0)
+        if self._exchange.has_left:
             raise ClientLeft
         now = self._now()
         self._exchange.also["x-tandem-woken-after-s"] = f"{now - self._began:.1f}"
