@@ -179,7 +179,7 @@ class Answer:
         return runs[0] if len(runs) == 1 else merge(runs)
 
     async def _run(self, choice: Choice, span: Span) -> AsyncGenerator[Delta, None]:
-        await self._pipeline.begin(choice, self._max_model_len, self._seed, tracing.under(span))
+        await self._pipeline.begin(choice, self._max_model_len, self._seed, span)
         try:
             async with aclosing(self._tokens(choice)) as tokens:
                 async for new in tokens:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from opentelemetry.context import Context
+from opentelemetry.trace import Span
 
 from services.gateway.admission import Work
 from services.gateway.generation.choice_text import ChoiceText, Delta
@@ -37,7 +37,7 @@ class Choice:
     sequence: worker_pb2.SequenceSpec = field(init=False)  # what workers get, and have answered so far
     work: Work = field(init=False)
     meter: Meter = field(init=False)
-    parent: Context = field(init=False)  # of its spans
+    parent: Span = field(init=False)  # of its spans
     first_by: float = field(init=False)  # when its first token should come, on the event loop's clock
 
     # of its tokens

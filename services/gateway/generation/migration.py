@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import structlog
-from opentelemetry.context import Context
 from opentelemetry.trace import Span, Tracer
 
 from services.gateway.errors import Unavailable, WorkerLost
@@ -38,7 +37,7 @@ class Migration:
     """The migrations of one choice. `close` it."""
 
     def __init__(
-        self, limits: MigrationLimits, name: str, spans: Tracer, parent: Context, count: Callable[[], None]
+        self, limits: MigrationLimits, name: str, spans: Tracer, parent: Span, count: Callable[[], None]
     ) -> None:
         self.number = 0
         self.exclude: set[str] = set()

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from math import inf
 
-from opentelemetry.context import Context
+from opentelemetry.trace import Span
 
 from services.gateway.admission import Admission, PriorityClass, Work
 from services.gateway.errors import Overloaded, Poison, Unavailable, WorkerLost
@@ -66,7 +66,7 @@ class Pipeline:
             self.metrics.tenants.ended(RequestEnd(tenant, kind, error.status))
             raise
 
-    async def begin(self, choice: Choice, max_model_len: int, seed: int, parent: Context) -> None:
+    async def begin(self, choice: Choice, max_model_len: int, seed: int, parent: Span) -> None:
         """In its turn: packing long prompts takes a while."""
         request, loop = choice.request, asyncio.get_running_loop()
         await self.cluster.turns.begin(request.num_packed(choice.index))

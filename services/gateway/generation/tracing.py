@@ -24,7 +24,7 @@ from services.gateway.generation.request import Generation
 from tandem.spans import ERROR, HINT, TENANT, TRUNCATED
 from tandem.v1 import llm_pb2
 
-PROVIDER = "tandem"
+PROVIDER, W3C = "tandem", "traceparent"
 # Those of the GenAI semantic conventions.
 SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty"}
 
@@ -46,17 +46,20 @@ def _carriers(propagator: TextMapPropagator) -> frozenset[str]:
 
 def outgoing(span: Span) -> dict[str, str]:
     """The trace context of what a worker does under this span; none where nothing is traced."""
-    if not span.get_span_context().is_valid:
+    found = span.get_span_context()
+    if not found.is_valid:
         return {}
+    if not found.trace_flags.sampled and W3C in _carriers(propagate.get_global_textmap()):  # as nearly always
+        return {W3C: f"00-{found.trace_id:032x}-{found.span_id:016x}-00"}
     carrier: dict[str, str] = {}
     propagate.inject(carrier, context=under(span))
     return carrier
 
 
-def kept_trace(parent: Context) -> str:
+def kept_trace(span: Span) -> str:
     """The id of the trace that this is part of, where it is one that is kept."""
-    span = trace.get_current_span(parent).get_span_context()
-    return f"{span.trace_id:032x}" if span.is_valid and span.trace_flags.sampled else ""
+    found = span.get_span_context()
+    return f"{found.trace_id:032x}" if found.is_valid and found.trace_flags.sampled else ""
 
 
 def start_root(spans: Tracer, request: Generation) -> Span:
@@ -146,15 +149,15 @@ class child:  # a context manager, read as a function
     __slots__ = ("_is_at_fault", "_is_own", "_span")
 
     def __init__(
-        self, spans: Tracer, name: str, parent: Context, kind: SpanKind = SpanKind.INTERNAL,
+        self, spans: Tracer, name: str, parent: Span, kind: SpanKind = SpanKind.INTERNAL,
         is_at_fault: Callable[[Span], bool] = lambda span: True,
     ) -> None:  # fmt: skip
         """`is_at_fault`: says of this span if a failure of the block is its own, and not that of a span within."""
         self._is_at_fault = is_at_fault
-        self._span = trace.get_current_span(parent)
-        self._is_own = self._span.is_recording()
+        self._span = parent
+        self._is_own = parent.is_recording()
         if self._is_own:
-            self._span = spans.start_span(name, context=parent, kind=kind)
+            self._span = spans.start_span(name, context=under(parent), kind=kind)
 
     def __enter__(self) -> Span:
         return self._span
@@ -169,8 +172,8 @@ class child:  # a context manager, read as a function
         self._span.end()
 
 
-def migration(spans: Tracer, parent: Context, lost: Span | None, error: WorkerLost, num_written: int) -> Span:
-    span = spans.start_span("migration", parent, links=[Link(lost.get_span_context())] if lost else [])
+def migration(spans: Tracer, parent: Span, lost: Span | None, error: WorkerLost, num_written: int) -> Span:
+    span = spans.start_span("migration", under(parent), links=[Link(lost.get_span_context())] if lost else [])
     span.set_attributes(
         {
             "tandem.migration.from": error.worker_id,
