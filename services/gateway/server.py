@@ -147,8 +147,7 @@ class Gateway:
         self._make_router = make_router
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
-        self._background = BackgroundTasks()
-        self._turns = SequenceTurns()
+        self._background, self._turns = BackgroundTasks(), SequenceTurns()
 
     async def __aenter__(self) -> Gateway:
         """
@@ -211,6 +210,7 @@ class Gateway:
         self._replica = BlockReplica(registry.block_feed, max_blocks=settings.replica_max_blocks)
         self._run(self._replica.run())
         self.front = self._make_front(view)
+        self._stack.callback(self.front.records.write)
         with suppress(RegistryUnavailable):
             await self.front.adapters.refresh()
             await self.front.aliases.refresh()

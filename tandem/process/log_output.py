@@ -8,10 +8,10 @@ write ──> kept ──> descriptor      no room, as in a pipe that nobody rea
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections import deque
 from collections.abc import Callable
-from select import POLLOUT, poll
 from typing import TextIO
 
 MAX_KEPT_LINES = 1024
@@ -45,6 +45,7 @@ class LogOutput:
         self._lost, self._reason = 0, ""
         self._writing = threading.Lock()
         self._retrying: threading.Thread | None = None
+        self._polled = self._make_poll()  # by who writes; others wait by one of their own
 
     def write(self, text: str) -> int:
         self.write_bytes(text.encode(errors="backslashreplace"))
@@ -91,12 +92,15 @@ class LogOutput:
 
     def _room(self, wait_ms: int = 0) -> bool:
         """True for a descriptor that is broken, too: writing says how."""
-        polled = poll()
-        polled.register(self._descriptor, POLLOUT)
         try:
-            return bool(polled.poll(wait_ms))
+            return bool((self._make_poll() if wait_ms else self._polled).poll(wait_ms))
         except OSError:  # a process that may have no descriptors
             return True
+
+    def _make_poll(self) -> select.poll:
+        polled = select.poll()
+        polled.register(self._descriptor, select.POLLOUT)
+        return polled
 
     def _write_some(self) -> None:
         try:

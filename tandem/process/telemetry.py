@@ -7,11 +7,12 @@ carries the trace and span ids of the request it belongs to. Logging raises noth
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from enum import Enum
 from typing import Any
 
@@ -67,9 +68,16 @@ class Telemetry:
         self._logs.close()
 
 
-def set_up(service: str, instance: str, log_level: str = "info", traces: Traces = Traces.NONE) -> Telemetry:
-    """Configure logs and traces of this process. `service` becomes service.name unless OTEL_SERVICE_NAME is set."""
-    logs, recent = _set_up_logs(service, instance, log_level), RecentSpans()
+def set_up(
+    service: str, instance: str, log_level: str = "info", traces: Traces = Traces.NONE,
+    dumps: Callable[..., str] = json.dumps,
+) -> Telemetry:  # fmt: skip
+    """Configure logs and traces of this process. `service` becomes service.name unless OTEL_SERVICE_NAME is set.
+
+    Args:
+        dumps: makes the JSON of a log line, as json.dumps does.
+    """
+    logs, recent = _set_up_logs(service, instance, log_level, dumps), RecentSpans()
     if traces is Traces.NONE:
         return Telemetry(logs, recent)
     attributes = {"service.name": os.environ.get("OTEL_SERVICE_NAME", service), "service.instance.id": instance}
@@ -139,7 +147,7 @@ def _exporter() -> SpanExporter:
     return GrpcExporter()
 
 
-def _set_up_logs(service: str, instance: str, level: str) -> LogOutput:
+def _set_up_logs(service: str, instance: str, level: str, dumps: Callable[..., str]) -> LogOutput:
     output = LogOutput(descriptor_of(sys.__stderr__), _lost)
     human = output.isatty()
     console = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
@@ -155,7 +163,7 @@ def _set_up_logs(service: str, instance: str, level: str) -> LogOutput:
             _add_trace_ids,
             name_process,
             *(() if human else (structlog.processors.format_exc_info,)),
-            console if human else structlog.processors.JSONRenderer(),
+            console if human else structlog.processors.JSONRenderer(dumps),
         ],
         wrapper_class=_filtering(level),
         logger_factory=lambda *_: _Lines(output),

@@ -7,6 +7,7 @@ import re
 from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,7 @@ async def test_a_key_is_needed_and_shows_its_own_tenant_alone(
 async def test_records_are_bounded() -> None:
     records = RequestRecords(most=10)
     for number in range(25):
-        records.add({"request_id": str(number), "tenant": str(number % 2)})
+        records.add("request", partial(dict, request_id=str(number), tenant=str(number % 2)))
     assert [one["request_id"] for one in records.latest(3, None)] == ["24", "23", "22"]
     assert len(records.latest(100, None)) == 10
     assert [one["request_id"] for one in records.latest(2, "1")] == ["23", "21"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ from grpc import aio
 from structlog.testing import capture_logs
 
 from services.gateway import Gateway
+from services.gateway.generation.record import AT_ONCE, RequestRecords
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL
@@ -52,7 +54,18 @@ async def test_a_refused_request_leaves_one_that_does_not_quote_it(
     with capture_logs() as logs:
         body = {"model": MODEL, "prompt": PROMPT, **wrong}
         assert (await http.post("/v1/completions", json=body, headers={"x-request-id": "x"})).status_code == status
+        await eventually(lambda: bool(of_requests(logs)))
     (line,) = of_requests(logs)
     assert line["event"] == "request refused"
     assert (line["request_id"], line["status"], line.get("code")) == ("x", status, code)
     assert PROMPT not in str(logs)
+
+
+async def test_records_are_written_together_and_few_wait() -> None:
+    records = RequestRecords()
+    with capture_logs() as logs:
+        for number in range(AT_ONCE + 1):
+            records.add("request", partial(dict, request_id=str(number)))
+            assert len(logs) == (AT_ONCE if number + 1 >= AT_ONCE else 0)
+        records.write()  # as at a gateway's end
+    assert [line["request_id"] for line in logs] == [str(number) for number in range(AT_ONCE + 1)]

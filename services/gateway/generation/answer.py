@@ -25,7 +25,7 @@ from services.gateway.generation import tracing
 from services.gateway.generation.choice import REASONS, Choice
 from services.gateway.generation.choice_text import ChoiceText, Delta
 from services.gateway.generation.pipeline import Pipeline
-from services.gateway.generation.record import is_slow, record_answer
+from services.gateway.generation.record import Ending, is_slow, record_answer
 from services.gateway.generation.request import Generation
 from services.gateway.generation.shared_prompt import MIN_SHARED_TOKENS, SharedPrompt
 from services.gateway.metrics import PATHS
@@ -46,7 +46,7 @@ class Answer:
     ) -> None:  # fmt: skip
         """`running`: where it is from `deltas`' begin to their end."""
         self.request = request
-        self._pipeline, self._metrics, self.records = pipeline, pipeline.metrics, pipeline.records
+        self._pipeline, self._metrics = pipeline, pipeline.metrics
         self._allowances = allowances
         self._limit_headers: dict[str, str] = {}
         self._running = running
@@ -63,14 +63,17 @@ class Answer:
     @property
     def usage(self) -> llm_pb2.Usage:
         """Each prompt counts once, however many answers it has."""
+        written = reasoning = proposed = accepted = 0
+        for choice in self.choices:
+            written += choice.text.num_tokens
+            reasoning += choice.text.num_reasoning_tokens
+            proposed += choice.num_proposed_tokens
+            accepted += choice.num_accepted_tokens
         return llm_pb2.Usage(
-            prompt_tokens=sum(len(prompt) for prompt in self.request.prompts),
-            completion_tokens=sum(choice.text.num_tokens for choice in self.choices),
-            cached_tokens=self._num_cached_tokens,
-            proposed_tokens=sum(choice.num_proposed_tokens for choice in self.choices),
-            accepted_tokens=sum(choice.num_accepted_tokens for choice in self.choices),
-            reasoning_tokens=sum(choice.text.num_reasoning_tokens for choice in self.choices),
-        )
+            prompt_tokens=sum(map(len, self.request.prompts)), completion_tokens=written,
+            cached_tokens=self._num_cached_tokens, proposed_tokens=proposed, accepted_tokens=accepted,
+            reasoning_tokens=reasoning,
+        )  # fmt: skip
 
     @property
     def _num_cached_tokens(self) -> int:
@@ -79,6 +82,8 @@ class Answer:
     @property
     def path(self) -> llm_pb2.Path:
         """The path of the first choice that has one."""
+        if len(self.choices) == 1:
+            return self.choices[0].path
         return next((choice.path for choice in self.choices if choice.path.kind), self.choices[0].path)
 
     @property
@@ -102,12 +107,14 @@ class Answer:
             "x-tandem-cached-tokens": str(self._num_cached_tokens),
             "x-tandem-transfer-bytes": str(path.transfer_bytes),
             "x-tandem-transport": path.transport,
-            "x-tandem-refused-transports": "; ".join(f"{name}: {why}" for name, why in path.refused_transports.items()),
             "x-tandem-reason": path.reason,
             "x-tandem-migrated": str(path.migrated or ""),
             "x-tandem-model": via.model if via else "",
             "x-tandem-model-reason": via.reason if via else "",
         }
+        if path.refused_transports:
+            refused = path.refused_transports.items()
+            said["x-tandem-refused-transports"] = "; ".join(f"{name}: {why}" for name, why in refused)
         return {name: _header_value(value) for name, value in said.items() if value} | self._limit_headers
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -116,6 +123,7 @@ class Answer:
             GatewayError
         """
         self._running.add(self)
+        now = asyncio.get_running_loop().time
         span = tracing.start_root(self._pipeline.cluster.spans, self.request)
         status, outcome, taken, first_s = CLIENT_LEFT, "client_left", None, None
         try:
@@ -123,7 +131,7 @@ class Answer:
             async with aclosing(self._merged(span)) as deltas:
                 async for delta in deltas:
                     if first_s is None and delta.tokens.ids:
-                        first_s = asyncio.get_running_loop().time() - self.request.arrived
+                        first_s = now() - self.request.arrived
                         tracing.note_first(span, first_s)
                     yield delta
             status, outcome = 200, "ok"
@@ -138,12 +146,13 @@ class Answer:
             tracing.fail(span, error, outcome)
             raise
         finally:
-            self._settle(taken)
+            whole_s = now() - self.request.arrived
+            end = Ending(status, outcome, first_s, whole_s, self.usage)
+            self._settle(taken, end.usage)
             self._running.discard(self)
-            self._end(span, status, first_s)
-            whole_s = asyncio.get_running_loop().time() - self.request.arrived
-            self._count(status, outcome, first_s, whole_s)
-            record_answer(self, span, status, outcome, first_s, whole_s)
+            self._end(span, end)
+            self._count(end)
+            record_answer(self._pipeline.records, self, span, end)
 
     def write_at_once(self, write: Callable[[Delta], bool]) -> None:
         """From now on, while the reader of `deltas` waits, `write` may get those that end nothing instead of it.
@@ -166,9 +175,8 @@ class Answer:
         self._limit_headers = headers_of(taken) if taken else {}
         return taken
 
-    def _settle(self, taken: Taken | None) -> None:
+    def _settle(self, taken: Taken | None, usage: llm_pb2.Usage) -> None:
         if taken is not None:
-            usage = self.usage
             used = (
                 (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) if usage.completion_tokens else ()
             )
@@ -201,18 +209,18 @@ class Answer:
         choice.sequence.sampling.ClearField("prompt_logprobs")
         return shared.of_other(self._pipeline.tokens(choice, shared))
 
-    def _end(self, span: Span, status: int, first_s: float | None) -> None:
-        usage, metrics = self.usage, self._metrics
+    def _end(self, span: Span, end: Ending) -> None:
+        usage, metrics, status = end.usage, self._metrics, end.status
         kind = PATHS.get(self.path.kind, "none")
         if span.is_recording():
             if usage.completion_tokens or status == 200:
                 tracing.set_usage(span, usage)
-            tracing.hint(span, status, is_slow(self, first_s))
+            tracing.hint(span, status, is_slow(self, end.first_s))
             span.set_attributes(self._outcome(status, kind))
         span.end()
         metrics.request(kind, status)
         if status == TOO_MANY:
-            metrics.refused(asyncio.get_running_loop().time() - self.request.arrived)
+            metrics.refused(end.whole_s)
         if status == 200:
             metrics.prefix_cache_queries.inc(usage.prompt_tokens)
             metrics.prefix_cache_hits.inc(usage.cached_tokens)
@@ -240,15 +248,16 @@ class Answer:
             told["kv.transfer.bytes"] = sum(choice.path.transfer_bytes for choice in self.choices)
         return told
 
-    def _count(self, status: int, outcome: str, first_s: float | None, whole_s: float) -> None:
+    def _count(self, end: Ending) -> None:
         """For its tenant and class, and for those who collect by OTLP."""
-        request, usage = self.request, self.usage
+        request, usage = self.request, end.usage
         gaps = [choice.itl_s for choice in self.choices if choice.itl_s is not None]
         used = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) if usage.completion_tokens else ()
         kind, itl_s = PriorityClass.of(request.priority), max(gaps, default=None)
-        self._metrics.tenants.ended(RequestEnd(request.tenant, kind, status, first_s, itl_s, *used))
-        error, tokens = "" if status == 200 else outcome, (usage.prompt_tokens, usage.completion_tokens)
-        self._metrics.genai.ended(request.operation, request.model.name, error, (whole_s, first_s, itl_s), tokens)
+        self._metrics.tenants.ended(RequestEnd(request.tenant, kind, end.status, end.first_s, itl_s, *used))
+        error, tokens = "" if end.status == 200 else end.outcome, (usage.prompt_tokens, usage.completion_tokens)
+        times = end.whole_s, end.first_s, itl_s
+        self._metrics.genai.ended(request.operation, request.model.name, error, times, tokens)
 
 
 def _header_value(value: str) -> str:

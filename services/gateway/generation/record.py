@@ -1,12 +1,19 @@
-"""One record for each request at its end, without prompt, answer or key: a log line, `request` or `request refused`,
-and for the console a memory of the latest."""
+"""One record for each request that ended, without prompt, answer or key: a log line, `request` or `request refused`,
+and for the console a memory of the latest.
+
+a request ends ──> add ──> write, with others: a line each, by OTLP too where OpenTelemetry's own variables ask for it
+
+What ends within WRITE_S is written together: one by one, each time between other work, a record costs twice as much.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
@@ -21,46 +28,97 @@ from services.gateway.generation.choice import REASONS
 from services.gateway.generation.request import Generation
 from services.gateway.metrics import PATHS
 from tandem.metrics import ITL
+from tandem.v1 import llm_pb2
 
 if TYPE_CHECKING:
     from services.gateway.generation.answer import Answer
 
 log = structlog.get_logger("tandem.requests")
 MAX_RECORDS = 512
+# Written so soon, and so many at once: half a millisecond's work.
+WRITE_S, AT_ONCE = 0.05, 32
+Fields = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a request ended.
+
+    `outcome` is "ok", "client_left" or the error's type; `first_s` from its arrival to its first token, if one came;
+    `whole_s` from its arrival to its end.
+    """
+
+    status: int
+    outcome: str
+    first_s: float | None
+    whole_s: float
+    usage: llm_pb2.Usage
 
 
 class RequestRecords:
-    """Those of the requests that ended last."""
+    """Those of the requests that ended last. `write` once more at the end, so that none is missed."""
 
     def __init__(self, most: int = MAX_RECORDS) -> None:
         self._kept: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=most)
+        self._ended: list[tuple[float, str, Callable[[], Fields], Span | None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._otel = get_logger("tandem.requests")
 
-    def add(self, fields: Mapping[str, Any]) -> None:
-        self._kept.append((asyncio.get_running_loop().time(), fields))
+    def add(self, event: str, fields: Callable[[], Fields], span: Span | None = None) -> None:
+        """One more, of a request that ends now.
 
-    def latest(self, most: int, tenant: str | None) -> list[dict[str, Any]]:
+        Args:
+            fields: gives them, when it is written.
+        """
+        loop = asyncio.get_running_loop()
+        self._ended.append((loop.time(), event, fields, span))
+        if self._timer is None:
+            self._timer = loop.call_later(WRITE_S, self.write)
+        if len(self._ended) >= AT_ONCE:
+            self.write()
+
+    def write(self) -> None:
+        """All that have ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        ended, self._ended = self._ended, []
+        line = log.bind()  # once for all of them
+        for at, event, fields, span in ended:
+            told = fields()
+            self._kept.append((at, told))
+            line.info(event, **told)
+            if self._otel.enabled(severity_number=SeverityNumber.INFO, event_name=event):
+                self._emit(event, told, span)
+
+    def _emit(self, event: str, told: Fields, span: Span | None) -> None:
+        context = trace.set_span_in_context(span) if span is not None else None
+        number = SeverityNumber.INFO
+        self._otel.emit(
+            LogRecord(context=context, severity_number=number, body=event, attributes=told, event_name=event)
+        )
+
+    def latest(self, most: int, tenant: str | None) -> list[Fields]:
         """The last one first, each with `ago_s`; only `tenant`'s, where one is given."""
+        self.write()
         now = asyncio.get_running_loop().time()
         found = (one for one in reversed(self._kept) if tenant is None or one[1].get("tenant") == tenant)
         return [{**fields, "ago_s": round(now - at, 3)} for at, fields in islice(found, most)]
 
 
-def record_answer(answer: Answer, span: Span, status: int, outcome: str, first_s: float | None, whole_s: float) -> None:
-    """
-    Args:
-        outcome: "ok", "client_left" or the error's type.
-        first_s: from the request's arrival to its first token, if one came.
-        whole_s: from its arrival to now.
-    """
-    request, usage, path = answer.request, answer.usage, answer.path
-    trace_id = span.get_span_context().trace_id
+def record_answer(records: RequestRecords, answer: Answer, span: Span, end: Ending) -> None:
+    records.add("request", partial(_fields, answer, span.get_span_context().trace_id, end), span)
+
+
+def _fields(answer: Answer, trace_id: int, end: Ending) -> Fields:
+    request, usage, path = answer.request, end.usage, answer.path
     gaps, mailboxes = _gaps(answer), [choice.mailbox for choice in answer.choices if choice.mailbox]
-    writing_s = 0.0 if first_s is None else whole_s - first_s
-    fields: dict[str, Any] = {
+    writing_s = 0.0 if end.first_s is None else end.whole_s - end.first_s
+    fields: Fields = {
         **_asked(request),
         "trace_id": f"{trace_id:032x}" if trace_id else None,
-        "status": status,
-        "outcome": outcome,
+        "status": end.status,
+        "outcome": end.outcome,
         "finish_reasons": [REASONS.get(choice.text.finish_reason, "error") for choice in answer.choices],
         "path": PATHS.get(path.kind, "none"),
         "path_reason": path.reason,
@@ -72,19 +130,17 @@ def record_answer(answer: Answer, span: Span, status: int, outcome: str, first_s
         "cached_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
         "queue_s": _rounded(max(choice.queued_s for choice in answer.choices)),
-        "ttft_s": _rounded(first_s),
+        "ttft_s": _rounded(end.first_s),
         "itl_p50_s": _quantile(gaps, 0.5),
         "itl_p99_s": _quantile(gaps, 0.99),
         "tokens_per_s": round(usage.completion_tokens / writing_s, 1) if writing_s else None,
-        "whole_s": _rounded(whole_s),
+        "whole_s": _rounded(end.whole_s),
         "batch_size": max(mailbox.batch_size for mailbox in mailboxes) if mailboxes else 0,
         "kv_usage": round(max(mailbox.kv_usage for mailbox in mailboxes), 4) if mailboxes else 0.0,
         "migrations": sum(choice.migrated for choice in answer.choices),
-        "cost": _cost(answer),
+        "cost": _cost(request, usage),
     }
-    told = {name: value for name, value in fields.items() if value not in (None, "", 0.0)}
-    answer.records.add(told)
-    _record("request", told, span)
+    return {name: value for name, value in fields.items() if value not in (None, "", 0.0)}
 
 
 def is_slow(answer: Answer, first_s: float | None) -> bool:
@@ -96,14 +152,15 @@ def is_slow(answer: Answer, first_s: float | None) -> bool:
 
 def _gaps(answer: Answer) -> list[int]:
     """How many of the times between tokens lie in each bucket of the histogram of them."""
+    if len(answer.choices) == 1:
+        return answer.choices[0].gaps
     return [sum(counts) for counts in zip(*(choice.gaps for choice in answer.choices), strict=True)]
 
 
-def _cost(answer: Answer) -> float:
+def _cost(request: Generation, usage: llm_pb2.Usage) -> float:
     """The sum by its tier's prices; who got no token pays nothing."""
-    usage, tier = answer.usage, answer.request.client.tier
     used = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
-    return tier.cost(*used) if usage.completion_tokens else 0.0
+    return request.client.tier.cost(*used) if usage.completion_tokens else 0.0
 
 
 def _asked(request: Generation) -> dict[str, str]:
@@ -123,17 +180,7 @@ def record_refused(records: RequestRecords, request_id: str, error: GatewayError
     """It failed before anything was asked of the cluster. The error may quote it, so its words are left out."""
     told = {"request_id": request_id, "status": error.status, "outcome": error.type, "whole_s": _rounded(after_s)}
     told |= {"code": error.code} if error.code else {}
-    records.add(told)
-    _record("request refused", told, None)
-
-
-def _record(event: str, fields: dict[str, Any], span: Span | None) -> None:
-    """A line of the log; and one by OTLP, where OpenTelemetry's own variables ask for that."""
-    log.info(event, **fields)
-    context = trace.set_span_in_context(span) if span is not None else None
-    get_logger("tandem.requests").emit(
-        LogRecord(context=context, severity_number=SeverityNumber.INFO, body=event, attributes=fields, event_name=event)
-    )
+    records.add("request refused", lambda: told)
 
 
 def _rounded(seconds: float | None) -> float | None:
