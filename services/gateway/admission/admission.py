@@ -83,6 +83,10 @@ class Admission:
         """
         if self._stopped:
             raise self._stopped()
+        if not self._queue and self._fits(work):
+            self._queue.pass_through(work)
+            self._admit(work)
+            return
         turn = self._turns[work] = asyncio.get_running_loop().create_future()
         work.start_by = self._forecast.start_by(work, asyncio.get_running_loop().time())
         self._queue.push(work)
@@ -156,12 +160,15 @@ class Admission:
     # --- turns ---
 
     def _let_in(self) -> None:
-        while (work := self._next()) is not None:
+        while self._queue and (work := self._next()) is not None:
             self._queue.take(work)
-            work.entered_at = now = asyncio.get_running_loop().time()
-            work.hurries, work.is_probe = self._forecast.hurries(work, now), self.admitted.is_probe(work)
-            self.admitted.enter(work)
+            self._admit(work)
             self._turns.pop(work).set_result(None)
+
+    def _admit(self, work: Work) -> None:
+        work.entered_at = now = asyncio.get_running_loop().time()
+        work.hurries, work.is_probe = self._forecast.hurries(work, now), self.admitted.is_probe(work)
+        self.admitted.enter(work)
 
     def _next(self) -> Work | None:
         """The first one, or where there is no room for it one that has room by being more urgent."""
@@ -173,8 +180,9 @@ class Admission:
     def _fits(self, work: Work) -> bool:
         if not self.admitted.fits(work):
             return False
-        now = asyncio.get_running_loop().time()
-        return not self.admitted.is_probe(work) or not self._forecast.is_cut_as_probe(work, now)
+        if not self.admitted.is_probe(work):
+            return True
+        return not self._forecast.is_cut_as_probe(work, asyncio.get_running_loop().time())
 
     def _refuse(self, work: Work, error: GatewayError) -> None:
         self._withdraw(work).set_result(error)

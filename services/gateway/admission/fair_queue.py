@@ -128,6 +128,9 @@ class FairQueue:
         self._tenants_here: Mapping[tuple[PriorityClass, str], float] = {}
         self._numbers = count()
 
+    def __bool__(self) -> bool:
+        return bool(self._share.waiting)
+
     def __len__(self) -> int:
         return sum(group.num_waiting for group in self._classes.values())
 
@@ -169,6 +172,15 @@ class FairQueue:
         tenant.tokens += work.cost
         group.num_waiting += 1
 
+    def pass_through(self, work: Work) -> None:
+        """As it would be pushed and taken, where nothing waits."""
+        work.arrival = next(self._numbers)
+        group = self._classes[work.priority_class]
+        self._give(group, work.cost)
+        self._share.pass_through(group, work.cost)
+        group.share.pass_through(self._tenant(group, work), work.cost)
+        _forget(group)
+
     def first(self) -> Work | None:
         """The one whose turn it is."""
         return self._share.waiting[0].first() if self._share.waiting else None
@@ -188,13 +200,16 @@ class FairQueue:
         work = passing or self._share.waiting[0].first()
         group = self._classes[work.priority_class]
         tenant = group.tenants[work.tenant]
-        for other in self._classes.values():
-            other.given *= FADES
-        group.given += work.cost
+        self._give(group, work.cost)
         self._share.take(group, work.cost)
         group.share.take(tenant, work.cost)
         self.remove(work)
         return work
+
+    def _give(self, group: _Class, tokens: int) -> None:
+        for other in self._classes.values():
+            other.given *= FADES
+        group.given += tokens
 
     def tokens_ahead(self, work: Work, until: float) -> int:
         """About what is given to others before this work, waiting or not yet, has had its turn: parties that share are

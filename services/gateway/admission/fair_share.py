@@ -58,6 +58,11 @@ class FairShare(Generic[P]):
         self._latest = max(self._latest, party.start)
         insort(self.waiting, party, key=_order)
 
+    def pass_through(self, party: P, tokens: int) -> None:
+        """As it would `join`, be taken and `leave`, where nobody waits."""
+        party.start = max(party.start, self.virtual_time) + tokens / party.weight
+        self.virtual_time = self._latest = max(self._latest, party.start)
+
     def correct(self, party: P, unused: int, is_waiting: bool) -> None:
         """So many of the tokens it took were not used."""
         if is_waiting:
