@@ -10,6 +10,7 @@ sampler does with it.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Collection, Mapping
 from ctypes import c_float
 from dataclasses import dataclass, field
@@ -111,28 +112,26 @@ class SamplingParams:
 
     def to_proto(self, message: Any) -> None:
         """Into an empty tandem.v1.SamplingParams, where what is as by default stays unset."""
-        for name, default in DEFAULTS.items():
-            value = getattr(self, name)
+        for name, value, default in zip(NAMES, VALUES(self), DEFAULTS.values(), strict=True):
             if value is default or value == default:
                 continue
-            if isinstance(value, Mapping):
-                getattr(message, name).update(value)
+            if name not in CONTAINERS:
+                setattr(message, name, value)
+            elif name == "logit_bias":
+                message.logit_bias.update(value)
             elif name == "bad_words_token_ids":
                 for ids in value:
                     message.bad_words_token_ids.add(ids=ids)
-            elif isinstance(value, tuple | frozenset):
-                getattr(message, name).extend(sorted(value) if isinstance(value, frozenset) else value)
             else:
-                setattr(message, name, value)
+                getattr(message, name).extend(sorted(value) if isinstance(value, frozenset) else value)
 
     def check(self) -> None:
         """
         Raises:
             InvalidParameter: the first one that no model can serve.
         """
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not _as_sent(low) <= value <= high:
+        for (name, (low, high)), least, value in zip(RANGES.items(), LEAST, RANGED(self), strict=True):
+            if value is not None and not least <= value <= high:
                 raise InvalidParameter(name, f"must be between {low} and {high}, got {value}")
         if _as_sent(self.top_p) == 0:
             raise InvalidParameter("top_p", f"must be above 0 as a number of 32 bits, got {self.top_p}")
@@ -203,6 +202,9 @@ NAMES = tuple(one.name for one in _FIELDS)
 DEFAULTS: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in NAMES}
 TYPES: dict[str, Any] = get_type_hints(SamplingParams)
 RANGES: dict[str, tuple[float, float]] = {one.name: one.metadata["range"] for one in _FIELDS if "range" in one.metadata}
+# As numbers are sent; and what reads all values of one object at once.
+LEAST = tuple(_as_sent(low) for low, _ in RANGES.values())
+VALUES, RANGED = operator.attrgetter(*NAMES), operator.attrgetter(*RANGES)
 OF_MODEL = tuple(one.name for one in _FIELDS if one.metadata.get("of_model"))
 CONTAINERS: dict[str, Any] = {
     one.name: one.default_factory for one in _FIELDS if one.default_factory is not dataclasses.MISSING
