@@ -106,6 +106,12 @@ class FrontDesk:
         """Names of the models themselves, those that are asleep included."""
         return sorted({*(key.name for key in self.llms), *(status.name for status in self.sleepers.statuses)})
 
+    def only_llm(self) -> LLM | None:
+        """The one that answers every request, where no alias and no model that sleeps leaves a choice."""
+        if len(self.llms) == 1 and self.aliases.is_empty and self.sleepers.is_empty:
+            return next(iter(self.llms.values()))
+        return None
+
     async def llm_for(self, body: bytes, caller: str, session: str = "", read: AskedIn = asked_in) -> LLM:
         """The one that the body names. Of a body that names none that is served, or is malformed, any: its reader
         refuses it.
@@ -116,7 +122,7 @@ class FrontDesk:
         Raises:
             GatewayError
         """
-        if len(self.names) < 2 and not self.aliases.names and not self.sleepers.statuses:
+        if len(self.llms) < 2 and self.aliases.is_empty and self.sleepers.is_empty:
             return self.llm_of(None)
         if read is not asked_in or is_large(body):
             asked = await self.bodies.read(read, body, caller=caller)
@@ -158,7 +164,7 @@ class FrontDesk:
             Unavailable: there is no model at all.
         """
         found = self.versions(base) or list(self.llms.values())
-        if not found and self.sleepers.statuses:
+        if not found and not self.sleepers.is_empty:
             self.check_named(asked)
             raise ModelNotFound(f"model {asked!r} is not served here", "model", "model_not_found")
         if not found:
@@ -222,6 +228,8 @@ class FrontDesk:
 
     def base_of(self, name: Any) -> str | None:
         """The model that is meant by any of its names, or by one of its adapters; None where there is none."""
+        if any(name == key.name for key in self.llms):  # as nearly always
+            return str(name)
         names = self.names
         if name in names:
             return str(name)

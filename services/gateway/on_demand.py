@@ -68,6 +68,10 @@ class Sleepers:
         self._asked, self._looked = asyncio.Event(), asyncio.Event()
 
     @property
+    def is_empty(self) -> bool:
+        return not self._known
+
+    @property
     def statuses(self) -> list[ModelStatus]:
         return [self._known[name] for name in sorted(self._known)]
 

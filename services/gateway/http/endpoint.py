@@ -42,7 +42,7 @@ from services.gateway.http.format import CheckTurn, Framing, ParsedBody
 from services.gateway.http.schema import GenerationBody
 from services.gateway.http.waking import Waking
 from services.gateway.llm import LLM
-from services.gateway.model import SESSION
+from services.gateway.model import SESSION, ServedModel
 
 log = structlog.get_logger(__name__)
 ADMIN_BYTES = 64 * 1024
@@ -215,7 +215,10 @@ class GenerateEndpoint(Endpoint):
         envelope = found.framing(answer, int(self._wall()))
         async with aclosing(answer.deltas()) as deltas:
             begin = envelope.begin() if answer.request.streamed else b""
-            async with self._opened_early(exchange, envelope, answer, begin):
+            if begin:
+                async with self._opened_early(exchange, envelope, answer, begin):
+                    first = await anext(deltas)
+            else:
                 first = await anext(deltas)
             if answer.request.streamed:
                 if not exchange.opened:
@@ -240,9 +243,6 @@ class GenerateEndpoint(Endpoint):
             await asyncio.sleep(OPENING_S)
             await self._open(exchange, envelope, answer, begin)
 
-        if not begin:
-            yield
-            return
         opening = asyncio.create_task(open_early())
         try:
             yield
@@ -296,12 +296,16 @@ class _Asked:
         self._by_headers = front.access.tenant(self.client, exchange.headers, "", "user")  # the body may name another
         self._tenant, self._priority, self._targets = "", 0, NO_TARGETS
         self._llm: LLM | None = None
+        self._model: ServedModel | None = None
 
     async def choose(self, body: bytes) -> LLM:
         """
         Raises:
             GatewayError
         """
+        if (only := self._front.only_llm()) is not None:
+            self._llm = only
+            return only
         session = self._exchange.headers.get(SESSION, "")
 
         async def find(user: str) -> LLM:
@@ -338,7 +342,7 @@ class _Asked:
         """
         llm, headers = self._llm, self._exchange.headers
         assert llm is not None
-        llm.served(body.model, self.client)
+        self._model = llm.served(body.model, self.client)
         self._tenant = llm.access.tenant(self.client, headers, body.user or "", "user")
         self._priority = priority_of(body.service_tier, body.priority)
         self._targets = targets_of(headers, self._priority, llm.settings)
@@ -349,10 +353,11 @@ class _Asked:
         """Once its turn was checked."""
         body, llm, exchange = found.body, self._llm, self._exchange
         assert llm is not None
+        assert self._model is not None
         return Generation(
             operation=found.operation,
             request_id=exchange.request_id,
-            model=llm.served(body.model, self.client),
+            model=self._model,
             prompts=found.prompts,
             n=found.n,
             given=found.given,

@@ -59,6 +59,10 @@ class ServedAliases(FollowedNames[Alias]):
         self._settings = settings
 
     @property
+    def is_empty(self) -> bool:
+        return not (self._known.by_name or self._settings())
+
+    @property
     def names(self) -> list[str]:
         return sorted({*self._known.by_name, *self._settings()})
 
