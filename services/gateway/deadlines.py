@@ -22,7 +22,7 @@ class Deadlines:
     """Deadlines of one event loop."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._slots: dict[int, dict[Entry, None]] = {}
         self._order: list[int] = []  # of slots, emptied ones among them
         self._timer: asyncio.TimerHandle | None = None
@@ -60,10 +60,10 @@ class Deadlines:
     def _wait(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(self._order[0] * SLOT_S, self._end) if self._order else None
+        self._timer = self.loop.call_at(self._order[0] * SLOT_S, self._end) if self._order else None
 
     def _end(self) -> None:
-        over = self._loop.time() / SLOT_S + ROUNDING
+        over = self.loop.time() / SLOT_S + ROUNDING
         try:
             while self._order and (self._order[0] <= over or self._order[0] not in self._slots):
                 if entries := self._slots.get(self._order[0]):
@@ -99,7 +99,7 @@ class Bound:
         self.expired = False
 
     def __enter__(self) -> Bound:
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._deadlines.loop)
         assert task is not None
         self._task, self._cancelling = task, task.cancelling()
         self._entry = self._deadlines.add(self._at, self.expire)

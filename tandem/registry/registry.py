@@ -205,7 +205,7 @@ class Registry:
             raise ValueError(f"prompt_tokens and max_new_tokens must not be {prompt_tokens} and {max_new_tokens}")
         reservation = f"{request_id}/{self._connection.client_id}/{next(self._numbers)}"
         return await self._selected(
-            reservation, model, prompt_tokens, max_new_tokens, prefill, _ms(ttl), json.dumps(sorted(exclude)),
+            reservation, model, prompt_tokens, max_new_tokens, prefill, _ms(ttl), _listed(exclude),
             prefix.revision, prefix.block_size, prefix.marks, prefix.held,
             "-" if adapted is None else " ".join(adapted), round(1000 * ttft_target_s), round(1000 * itl_target_s),
         )  # fmt: skip
@@ -377,6 +377,10 @@ class Registry:
         async with self._reading_infos:
             if wanted not in self._infos:
                 self._infos = {worker.generation: worker.info for worker in await self.workers()}
+
+
+def _listed(names: Collection[str]) -> str:
+    return json.dumps(sorted(names)) if names else "[]"
 
 
 def _ms(seconds: float) -> int:

@@ -62,6 +62,7 @@ class Attempt:
     def __init__(self, cluster: ClusterAccess, choice: Choice) -> None:
         self._cluster, self._choice = cluster, choice
         self._sequence, self._deadline, self._parent = choice.sequence, choice.request.deadline, choice.parent
+        self._now = asyncio.get_running_loop().time
         self._route: Route | None = None
         self._connections: list[WorkerConnection] = []
         self._mailbox: Mailbox | None = None
@@ -137,16 +138,15 @@ class Attempt:
             sequence.request_id, sequence.token_ids, sequence.cache_salt, max_new_tokens, left + 1.0,
             sequence.adapter.revision, self._choice.holder, self._left_to_first(), sequence.itl_target_ms / 1000,
         )  # fmt: skip
-        now = asyncio.get_running_loop().time
         with tracing.child(cluster.spans, "route", self._parent) as span:
-            began = now()
+            began = self._now()
             try:
                 with cluster.deadlines.until(self._deadline):
                     await cluster.turns.begin(len(sequence.token_ids))
                     route = self._route = await self._answering(request, exclude)
             except TimeoutError:
                 raise TimedOut("the request's deadline passed while choosing workers") from None
-            self._choice.meter.routed(now() - began)
+            self._choice.meter.routed(self._now() - began)
             self._note_route(route)
             span.set_attribute("tandem.path.reason", route.reason)
         return route
@@ -239,7 +239,7 @@ class Attempt:
     # --- bounds ---
 
     def _left(self) -> float:
-        left = self._deadline - asyncio.get_running_loop().time()
+        left = self._deadline - self._now()
         if left <= 0:
             raise TimedOut("the request's deadline passed")
         return left
@@ -248,8 +248,8 @@ class Attempt:
         """Time that the first token's target leaves; 0 without one, or behind the first token."""
         if self._sequence.num_prior_tokens:
             return 0.0
-        left = self._choice.first_by - asyncio.get_running_loop().time()
-        return 0.0 if left == inf else max(left, LEAST_LEFT_S)
+        by = self._choice.first_by
+        return 0.0 if by == inf else max(by - self._now(), LEAST_LEFT_S)
 
     def _asked(self, span: Span) -> worker_pb2.SequenceSpec:
         """The sequence as a worker is asked for it now, under this span."""

@@ -27,7 +27,7 @@ MAX_SALT_LENGTH = 256
 MAX_KEPT = 2**31 - 1  # tokens of a prompt that is truncated
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen, which is slow to make
 class Generation:
     """A checked request. Every prompt gets `n` answers; choice i is of prompt i // n."""
 

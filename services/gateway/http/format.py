@@ -85,7 +85,7 @@ class Framing(Protocol):
     async def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ParsedBody:
     """A body that was read and checked, except for the length of its prompts."""
 

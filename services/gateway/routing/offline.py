@@ -31,11 +31,14 @@ class OfflineRouter:
         self._own: Counter[str] = Counter()
 
     def note(self, route: Route) -> None:
-        self._own.update(place.info.worker_id for place in _places(route))
+        for place in _places(route):
+            self._own[place.info.worker_id] += 1
 
     def forget(self, route: Route) -> None:
-        self._own.subtract(place.info.worker_id for place in _places(route))
-        self._own += Counter()
+        for worker_id in (place.info.worker_id for place in _places(route)):
+            self._own[worker_id] -= 1
+            if self._own[worker_id] <= 0:
+                del self._own[worker_id]
 
     def choose(
         self, request: RouteRequest, held: Mapping[str, int], exclude: Collection[str], why: str, fallback: Fallback
