@@ -29,7 +29,7 @@ from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
 from tandem.process.log_output import LogOutput, descriptor_of
-from tandem.process.recent_spans import MAX_EVENTS, TRACES_PER_S, TraceSampling
+from tandem.process.recent_spans import MAX_EVENTS, TRACES_PER_S, SparingProvider, TraceSampling
 from tandem.process.recent_spans import RecentSpans as RecentSpans
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -83,10 +83,10 @@ def set_up(
     attributes = {"service.name": os.environ.get("OTEL_SERVICE_NAME", service), "service.instance.id": instance}
     collected = any(os.environ.get(name) for name in ENDPOINT_VARIABLES)
     own = TraceSampling(None if collected else TRACES_PER_S, traces is Traces.BEGUN, time.monotonic)
-    provider = TracerProvider(
-        sampler=None if collected and os.environ.get("OTEL_TRACES_SAMPLER") else own,
-        resource=Resource.create(attributes), span_limits=SpanLimits(max_events=MAX_EVENTS),
-    )  # fmt: skip
+    resource, limits = Resource.create(attributes), SpanLimits(max_events=MAX_EVENTS)
+    options: dict[str, Any] = {"resource": resource, "span_limits": limits}
+    chosen_elsewhere = collected and os.environ.get("OTEL_TRACES_SAMPLER")
+    provider = TracerProvider(**options) if chosen_elsewhere else SparingProvider(own, **options)
     provider.add_span_processor(recent)
     if collected:
         provider.add_span_processor(BatchSpanProcessor(_exporter()))
