@@ -22,7 +22,10 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 class ModelFile(BaseModel):
     """Fields that nobody here reads may be anything."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+    # Of the many kinds a process reads one or two: each is built when it is.
+    model_config = ConfigDict(
+        strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
 
 
 class _Ends(ModelFile):

@@ -14,16 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from opentelemetry import trace
 from opentelemetry._logs import set_logger_provider
 from opentelemetry.metrics import set_meter_provider
-from opentelemetry.sdk._logs import LoggerProvider
-from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, LogRecordExporter
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
@@ -31,6 +27,12 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from tandem.process.log_output import LogOutput, descriptor_of
 from tandem.process.recent_spans import MAX_EVENTS, TRACES_PER_S, SparingProvider, TraceSampling
 from tandem.process.recent_spans import RecentSpans as RecentSpans
+
+if TYPE_CHECKING:  # Their import takes longer than the rest of this file: only where they are asked for.
+    from opentelemetry.sdk._logs import LoggerProvider
+    from opentelemetry.sdk._logs.export import LogRecordExporter
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import MetricExporter
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
@@ -98,6 +100,9 @@ def set_up(
 def _set_up_records(resource: Resource) -> Iterator[LoggerProvider]:
     """Records of requests leave by OTLP where they are asked for, as OpenTelemetry's own variable says it."""
     if os.environ.get("OTEL_LOGS_EXPORTER") == "otlp":
+        from opentelemetry.sdk._logs import LoggerProvider
+        from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+
         provider = LoggerProvider(resource)
         provider.add_log_record_processor(BatchLogRecordProcessor(_log_exporter()))
         set_logger_provider(provider)
@@ -107,6 +112,9 @@ def _set_up_records(resource: Resource) -> Iterator[LoggerProvider]:
 def _set_up_metrics(resource: Resource) -> Iterator[MeterProvider]:
     """GenAI metrics leave by OTLP where they are asked for, likewise."""
     if os.environ.get("OTEL_METRICS_EXPORTER") == "otlp":
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
         provider = MeterProvider([PeriodicExportingMetricReader(_metric_exporter())], resource)
         set_meter_provider(provider)
         yield provider

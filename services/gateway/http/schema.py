@@ -45,7 +45,7 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, defer_build=True)
 
 
 class StreamOptions(Body):
