@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from functools import partial
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from services.gateway.text.checked_ids import CheckedIds
 from tandem.process import WorkThreads
@@ -20,22 +20,22 @@ from tandem.process import WorkThreads
 BATCH = 2**16
 LONG_AT_ONCE = 2
 Outcome: TypeAlias = "CheckedIds | Exception"
-Encode: TypeAlias = Callable[[Sequence[str]], Sequence[Outcome]]
-Waiting: TypeAlias = "tuple[str, asyncio.Future[Outcome]]"
+Text = TypeVar("Text", bound=Sized)  # its size is in characters
+Waiting = tuple[Text, "asyncio.Future[Outcome]"]
 
 
-class Batches:
+class Batches(Generic[Text]):
     """Batches of one event loop."""
 
-    def __init__(self, encode: Encode) -> None:
+    def __init__(self, encode: Callable[[Sequence[Text]], Sequence[Outcome]]) -> None:
         """`encode` must let other threads run."""
         self._encode = encode
         self._thread = WorkThreads("tokenize", 1)
         self._threads = WorkThreads("tokenize-long", LONG_AT_ONCE)
-        self._waiting: deque[Waiting] = deque()
+        self._waiting = deque[Waiting[Text]]()
         self._running = False
 
-    async def encode(self, text: str) -> CheckedIds:
+    async def encode(self, text: Text) -> CheckedIds:
         if len(text) >= BATCH:
             return result((await self._threads.run(self._read, [text]))[0])
         found: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -52,8 +52,8 @@ class Batches:
             encoding = self._thread.run(self._read, texts)
             encoding.add_done_callback(partial(self._end, batch))
 
-    def _next(self) -> list[Waiting]:
-        batch: list[Waiting] = []
+    def _next(self) -> list[Waiting[Text]]:
+        batch = list[Waiting[Text]]()
         room = BATCH
         while self._waiting and len(self._waiting[0][0]) <= room:
             text, found = self._waiting.popleft()
@@ -62,13 +62,13 @@ class Batches:
                 room -= len(text)
         return batch
 
-    def _end(self, batch: Sequence[Waiting], encoding: asyncio.Future[list[Outcome]]) -> None:
+    def _end(self, batch: Sequence[Waiting[Text]], encoding: asyncio.Future[list[Outcome]]) -> None:
         for (_, found), outcome in zip(batch, encoding.result(), strict=True):
             if not found.done():
                 found.set_result(outcome)
         self._begin()
 
-    def _read(self, texts: Sequence[str]) -> list[Outcome]:
+    def _read(self, texts: Sequence[Text]) -> list[Outcome]:
         """On the thread. A text that cannot be encoded fails by itself."""
         try:
             return list(self._encode(texts))

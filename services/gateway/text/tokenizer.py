@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import tokenizers
@@ -12,7 +13,9 @@ import tokenizers
 from services.gateway.text.batches import Batches, Outcome, result
 from services.gateway.text.checked_ids import CheckedIds
 from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from services.gateway.text.dividers import dividers_of
 from services.gateway.text.parts import TokenizerParts
+from services.gateway.text.prefixes import PrefixCache, Untokenized
 from tandem.vocabulary import Vocabulary, as_served, load_tokenizer
 
 # Longer texts are tokenized in batches on a thread: the event loop serves other requests meanwhile.
@@ -42,6 +45,8 @@ class Tokenizer:
         self._with_special, self._without_special = (
             Batches(partial(self._encode, special)) for special in (True, False)
         )
+        dividers = dividers_of(tokenizer)
+        self._prefixes = PrefixCache(dividers) if dividers else None
 
     @classmethod
     def load(cls, folder: Path, most: int = MOST_TOKENS, parts: TokenizerParts | None = None) -> Tokenizer:
@@ -61,18 +66,31 @@ class Tokenizer:
 
     async def encode(self, text: str, add_special_tokens: bool) -> CheckedIds:
         if len(text) < LONG_TEXT:
-            return result(self._encode(add_special_tokens, [text])[0])
-        return await (self._with_special if add_special_tokens else self._without_special).encode(text)
+            return self._encode_short(text, add_special_tokens)
+        return await self._encode_rest(Untokenized([text]), add_special_tokens)
+
+    async def encode_chat(self, text: str, salt: str) -> CheckedIds:
+        """Encodes a rendered conversation, whose template adds its special tokens itself.
+
+        Args:
+            salt: what texts of this salt have begun with is cached.
+        """
+        if len(text) < LONG_TEXT or self._prefixes is None:
+            return await self.encode(text, add_special_tokens=False)
+        rest = self._prefixes.find(salt, text)
+        ids = await self._encode_rest(rest, add_special_tokens=False)
+        self._prefixes.keep(rest)
+        return ids
 
     async def encode_each(self, texts: Sequence[str]) -> list[CheckedIds]:
         """With special tokens."""
         if sum(map(len, texts)) < LONG_TEXT:
-            return [result(self._encode(True, [text])[0]) for text in texts]
-        return await asyncio.gather(*map(self._with_special.encode, texts))
+            return [self._encode_short(text, True) for text in texts]
+        return await asyncio.gather(*(self._with_special.encode(Untokenized([text])) for text in texts))
 
     def token_ids(self, mark: str) -> tuple[int, ...]:
         """Token ids of a few characters."""
-        return tuple(result(self._encode(False, [mark])[0]))
+        return tuple(self._encode_short(mark, False))
 
     def mark(self, text: str) -> str | int:
         """The special token that it is, if it is one: no other token says so then."""
@@ -96,11 +114,25 @@ class Tokenizer:
         """The tokens of a word at the beginning of a text and within one."""
         return [await self.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}")]
 
-    def _encode(self, add_special_tokens: bool, texts: Sequence[str]) -> list[Outcome]:
+    def _encode_short(self, text: str, add_special_tokens: bool) -> CheckedIds:
         # As a batch: encode() would hold the interpreter's lock, and so the event loop, for as long as it takes.
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [_ids(encoding) if len(encoding) <= self._most else TooManyTokens(len(encoding)) for encoding in found]
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if len(encoding) > self._most:
+            raise TooManyTokens(len(encoding))
+        return CheckedIds("I", encoding.ids)
 
+    async def _encode_rest(self, text: Untokenized, add_special_tokens: bool) -> CheckedIds:
+        if len(text) < LONG_TEXT:
+            return result(self._encode(add_special_tokens, [text])[0])
+        return await (self._with_special if add_special_tokens else self._without_special).encode(text)
 
-def _ids(encoding: tokenizers.Encoding) -> CheckedIds:
-    return CheckedIds("I", encoding.ids)
+    def _encode(self, add_special_tokens: bool, texts: Sequence[Untokenized]) -> list[Outcome]:
+        pieces = [piece for text in texts for piece in text.pieces]
+        found = iter(self._tokenizer.encode_batch_fast(pieces, add_special_tokens=add_special_tokens))
+        return [self._joined(text, list(islice(found, len(text.pieces)))) for text in texts]
+
+    def _joined(self, text: Untokenized, encodings: Sequence[tokenizers.Encoding]) -> Outcome:
+        count = text.num_tokens([len(encoding) for encoding in encodings])
+        if count > self._most:
+            return TooManyTokens(count)
+        return text.join([CheckedIds("I", encoding.ids) for encoding in encodings])
