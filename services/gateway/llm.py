@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,10 +117,18 @@ class LLM:
             InvalidRequest: it is longer than any text of so many tokens as the model takes.
         """
         self.bounds.check_characters(len(text), param)
-        try:
+        with _refused(param):
             return await self.model.tokenizer.encode(text, add_special_tokens)
-        except TooManyTokens as error:
-            raise InvalidRequest(f"{param}: {error}", param, "context_length_exceeded") from None
+
+    async def encode_chat(self, text: str, salt: str) -> CheckedIds:
+        """Encodes rendered messages; of those that continue others of the same salt what is new.
+
+        Raises:
+            InvalidRequest: as `encode`.
+        """
+        self.bounds.check_characters(len(text), "messages")
+        with _refused("messages"):
+            return await self.model.tokenizer.encode_chat(text, salt)
 
     async def encode_each(self, prompts: Sequence[str | Sequence[int]], param: str) -> list[Sequence[int]]:
         """Texts as token ids; many short ones together take as long as one that is long.
@@ -130,10 +139,8 @@ class LLM:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             self.bounds.check_characters(len(text), param)
-        try:
+        with _refused(param):
             made = iter(await self.model.tokenizer.encode_each(texts))
-        except TooManyTokens as error:
-            raise InvalidRequest(f"{param}: {error}", param, "context_length_exceeded") from None
         return [next(made) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
@@ -231,3 +238,12 @@ class LLM:
             "kv_tokens": sum(worker.info.num_blocks * worker.info.block_size for worker in decodes),
         }  # fmt: skip
         return Counter(counts), missing
+
+
+@contextmanager
+def _refused(param: str) -> Iterator[None]:
+    """Translates the tokenizer's refusal of a text that came in the field `param`."""
+    try:
+        yield
+    except TooManyTokens as error:
+        raise InvalidRequest(f"{param}: {error}", param, "context_length_exceeded") from None

@@ -24,6 +24,7 @@ from services.gateway.__main__ import make_gateway
 from services.gateway.access import Access
 from services.gateway.access.access import FOLLOW_S
 from services.gateway.errors import Unauthorized
+from services.gateway.text import CheckedIds, Tokenizer
 from tandem.adapters import AdapterRef
 from tandem.api_keys import read_keys
 from tandem.commands.keys import main as keys_command
@@ -154,6 +155,35 @@ async def test_no_tenant_learns_what_another_has_cached(
         await complete(http, key, cache_salt="s")
         salts.append(peers.decode.seen[-1].cache_salt)
     assert salts[0] == salts[1] != salts[2]
+
+
+async def test_prompts_are_cached_by_the_salt_of_their_blocks(
+    guarded: tuple[Gateway, httpx.AsyncClient], ring: KeyRing, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, http = guarded
+    salts, encode = list[str](), Tokenizer.encode_chat
+
+    async def noted(self: Tokenizer, text: str, salt: str) -> CheckedIds:
+        salts.append(salt)
+        return await encode(self, text, salt)
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", noted)
+    keys = [ring.add("a"), ring.add("b")]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+
+    async def known() -> bool:
+        return (await http.post("/v1/chat/completions", json=body, headers=keys[-1])).status_code == 200
+
+    await eventually(known)
+    for key in keys:
+        await http.post("/v1/chat/completions", json={**body, "cache_salt": "s"}, headers=key)
+        assert salts[-1] == peers.decode.seen[-1].cache_salt
+        await http.post("/v1/messages", json=body, headers=key)
+        assert salts[-1] == peers.decode.seen[-1].cache_salt
+        for path in ("/v1/messages/count_tokens", "/tokenize"):
+            await http.post(path, json={"model": MODEL, "messages": body["messages"]}, headers=key)
+            assert salts.pop() == salts[-1]
+    assert len(set(salts)) == 4
 
 
 async def test_a_file_that_turns_bad_changes_nothing(guarded: tuple[Gateway, httpx.AsyncClient], ring: KeyRing) -> None:

@@ -208,9 +208,9 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         given = budget_of(request.messages.reasoning_effort, model) | given_in(request.sampling)
         targets = targets_of(metadata, priority, llm.settings)
         llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"), targets.ttft_s)
-        prompt, param, reading = await _prompt(llm, request, read, use)
+        salt = llm.access.cache_salt(tenant, check_salt(request.cache_salt))
+        prompt, param, reading = await _prompt(llm, request, read, use, salt)
         structure = held_to(use, structure_of(request.structured_outputs), reading, model.tokenizer)
-        sampling = await llm.sampling(given, {}, structure, tenant)
         generation = Generation(
             operation="chat" if param == "messages" else "text_completion",
             request_id=request.request_id[:128] or llm.new_id(),
@@ -218,14 +218,14 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             prompts=[truncated(prompt, request.truncate_prompt_tokens or None)],
             n=request.n or 1,
             given=given,
-            sampling=sampling,
+            sampling=await llm.sampling(given, {}, structure, tenant),
             deadline=deadline,
             arrived=arrived,
             priority=priority,
             targets=targets,
             tenant=tenant,
             client=client,
-            cache_salt=llm.access.cache_salt(tenant, check_salt(request.cache_salt)),
+            cache_salt=salt,
             speculative=speculative_of(request.speculative) if request.HasField("speculative") else None,
             reading=reading,
             parent=otel_context.get_current(),
@@ -234,7 +234,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
 
 
 async def _prompt(
-    llm: LLM, request: llm_pb2.GenerateRequest, read: str | CheckedIds | None, use: ToolUse | None
+    llm: LLM, request: llm_pb2.GenerateRequest, read: str | CheckedIds | None, use: ToolUse | None, salt: str
 ) -> tuple[Sequence[int], str, ReadingPlan | None]:
     match request.WhichOneof("input"):
         case "prompt":
@@ -247,7 +247,7 @@ async def _prompt(
             if not isinstance(read, str):
                 read = llm.render_chat(messages_of(request.messages), options_of(request.messages, use))
             reading = plan_reading(llm.model.thoughts, llm.model.calls, use, read)
-            return await llm.encode(read, "messages", add_special_tokens=False), "messages", reading
+            return await llm.encode_chat(read, salt), "messages", reading
     raise InvalidRequest("one of prompt, messages or token_ids is required", "prompt")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.gateway.bodies import Incoming
 from services.gateway.errors import InvalidRequest
-from services.gateway.generation import Delta, held_to, truncated
+from services.gateway.generation import Delta, check_salt, held_to, truncated
 from services.gateway.http import schema
 from services.gateway.http.format import CheckTurn, Format, Made, Name, ParsedBody, namer, structure_of
 from services.gateway.llm import LLM
@@ -54,7 +54,7 @@ async def parse_chat(
     if found.max_completion_tokens is not None:
         given["max_tokens"] = found.max_completion_tokens
     structure = held_to(use, structure_of(found), reading, llm.model.tokenizer)
-    ids = await llm.encode(prompt, "messages", add_special_tokens=False)
+    ids = await llm.encode_chat(prompt, llm.access.cache_salt(caller, check_salt(found.cache_salt or "")))
     if clips and "max_tokens" in given:
         given["max_tokens"] = min(given["max_tokens"], max(1, llm.max_model_len - len(ids)))
     return ParsedBody(

@@ -123,7 +123,8 @@ class TextEndpoint(Endpoint):
                     """Not in its turn while a model is woken."""
                     async with front.text_turns.turn(tenant, len(body), deadline):
                         llm = await front.llm_for(body, tenant, user or exchange.headers.get(SESSION, ""))
-                        return await self._respond(llm, await llm.incoming(self._reduce, body, tenant), client)
+                        incoming = await llm.incoming(self._reduce, body, tenant)
+                        return await self._respond(llm, replace(incoming, owner=tenant), client)
 
                 async with counted as headers:
                     answer = await front.once_awake(respond, client, deadline, Waking(exchange).tell)

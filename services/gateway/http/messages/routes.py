@@ -64,7 +64,7 @@ async def count_tokens(llm: LLM, body: Incoming, client: Caller) -> dict[str, An
     text = body.text
     if text is None:
         text = llm.render_chat(*_rendering(found, llm.model.chat_template))
-    return {"input_tokens": len(await llm.encode(text, "messages", add_special_tokens=False))}
+    return {"input_tokens": len(await llm.encode_chat(text, llm.access.cache_salt(body.owner, "")))}
 
 
 def reduce_messages(body: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Incoming:
