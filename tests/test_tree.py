@@ -200,7 +200,7 @@ SHELLS = (
     "services/gateway/http/arrivals.py", "services/gateway/http/connections.py", "services/gateway/http/server.py",
     "tandem/checkpoints/hub.py", "tandem/cluster.py", "tandem/commands/", "tandem/containment/deep_stack.py",
     "tandem/containment/sandbox.py", "tandem/containment/sandboxed.py", "tandem/engine/cores.py",
-    "tandem/engine/kernels/", "tandem/engine/weights/revision.py", "tandem/local/", "tandem/native.py",
+    "tandem/engine/kernels/", "tandem/engine/weights/revision.py", "tandem/ids.py", "tandem/local/", "tandem/native.py",
     "tandem/process/log_output.py", "tandem/process/profile.py", "tandem/process/recent_spans.py",
     "tandem/process/telemetry.py",
     "tandem/process/work_threads.py", "tandem/registry/connection.py",

@@ -11,9 +11,8 @@ import os
 import random
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,6 +29,7 @@ from services.gateway.settings import GatewaySettings
 from tandem import rpc
 from tandem.checkpoints import TextFiles
 from tandem.containment import Sandbox
+from tandem.ids import RandomIds
 from tandem.liveness import CpuPressure, dead_here
 from tandem.process import ends_where_it_stands_still, telemetry
 from tandem.registry import Registry
@@ -69,9 +69,6 @@ async def serve(settings: GatewaySettings, own: telemetry.Telemetry, make_router
     Raises:
         OSError | ValueError: it could not start.
     """
-    # A list of all generators that run would cost each of a request's five as much as what it does; who makes one here
-    # closes it, and the loop still closes those that nobody has.
-    sys.set_asyncgen_hooks(firstiter=None)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -111,7 +108,7 @@ def make_gateway(
             max_connections=room.grpc,
         ),
         serve_http=http,
-        new_id=_ids().__next__,
+        new_id=RandomIds(),
         seeds=random.SystemRandom(),
         wall=time.time,
         hostname=socket.gethostname(),
@@ -132,13 +129,6 @@ def _dumps(event: Any, default: Callable[[Any], Any]) -> str:
         return orjson.dumps(event, default).decode()
     except TypeError:
         return json.dumps(event, default=default)
-
-
-def _ids() -> Iterator[str]:
-    """Ids that nobody can guess: 32 hexadecimal digits each, of randomness that the system is asked for at times."""
-    while True:
-        many = os.urandom(4096).hex()
-        yield from (many[at : at + 32] for at in range(0, len(many), 32))
 
 
 def _registry(settings: GatewaySettings) -> Registry:

@@ -23,6 +23,7 @@ from tandem import rpc
 from tandem.containment import oom_kills_here
 from tandem.engine import Engine, KVLayout
 from tandem.garbage import settled
+from tandem.ids import RandomIds
 from tandem.liveness import CpuPressure, gone_here, this_process
 from tandem.process import (
     IntegrityReport,
@@ -105,7 +106,7 @@ def process_ports(
         tiers=KVTiers(port, tiers, lambda: uuid4().hex) if (tiers := _tiers(settings, engine.layout)) else None,
         serve=partial(rpc.serve, security=settings.security, known_as=settings.reachable_host(socket.gethostname())),
         links=LinkRuntime(),
-        new_id=lambda: uuid4().hex,
+        new_id=RandomIds(),
         hostname=socket.gethostname(),
         secret=settings.security.secret,
         process=this_process(),
