@@ -121,9 +121,14 @@ class _SparingTracer(Tracer):
         self._tracer, self._sampling = tracer, sampling
 
     def start_span(self, name: str, context: Context | None = None, *others: Any, **options: Any) -> Span:
-        if self._sampling.begins_none() and not trace.get_current_span(context).get_span_context().is_valid:
+        if self._is_spared(context):
             return INVALID_SPAN
         return self._tracer.start_span(name, context, *others, **options)
 
-    def start_as_current_span(self, *named: Any, **options: Any) -> Any:
-        return self._tracer.start_as_current_span(*named, **options)
+    def start_as_current_span(self, name: str, context: Context | None = None, *others: Any, **options: Any) -> Any:
+        if self._is_spared(context):
+            return trace.use_span(INVALID_SPAN)
+        return self._tracer.start_as_current_span(name, context, *others, **options)
+
+    def _is_spared(self, context: Context | None) -> bool:
+        return self._sampling.begins_none() and not trace.get_current_span(context).get_span_context().is_valid
