@@ -77,7 +77,7 @@ class KVCache:
         ids = np.asarray(block_ids, dtype=np.int64).reshape(-1)
         if not 0 <= first_block <= len(ids):
             raise ValueError(f"first_block: {first_block} is outside [0, {len(ids)}]")
-        written = ids[first_block:]
-        if len(np.unique(written)) != len(written) or np.any((written < 0) | (written >= self.num_blocks)):
-            raise ValueError(f"block_ids: must be distinct and in [0, {self.num_blocks}), got {written.tolist()}")
+        written = ids[first_block:].tolist()
+        if written and not (len(set(written)) == len(written) and 0 <= min(written) <= max(written) < self.num_blocks):
+            raise ValueError(f"block_ids: must be distinct and in [0, {self.num_blocks}), got {written}")
         return ids
