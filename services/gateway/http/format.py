@@ -162,12 +162,12 @@ class Envelope(Framing):
         """One event of a stream."""
         if delta.is_plain and (around := self._plain.get(delta.choice)):
             return around[0] + orjson.dumps(delta.text) + around[1]
-        event = self._chunk(delta)
         if self._repeats and delta.is_plain and delta.choice in self._chunked:
             begin, end = self._chunk(replace(delta, text=MARK)).split(orjson.dumps(MARK))
             self._plain[delta.choice] = begin, end
+            return begin + orjson.dumps(delta.text) + end
         self._chunked.add(delta.choice)  # whose first event says more than the others
-        return event
+        return self._chunk(delta)
 
     def event(self, delta: Delta) -> bytes:
         if delta.is_plain and delta.choice in self._plain:
