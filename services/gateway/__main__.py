@@ -21,6 +21,7 @@ import uvloop
 
 from services.gateway import bodies
 from services.gateway.access import Access
+from services.gateway.generation import RequestRecords
 from services.gateway.http import HttpServer, Room, raise_limit
 from services.gateway.model import ModelFolders, ModelReader
 from services.gateway.routing import Router
@@ -72,7 +73,8 @@ async def serve(settings: GatewaySettings, own: telemetry.Telemetry, make_router
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with ends_where_it_stands_still(), make_gateway(settings, own.recent, own.tune, make_router) as gateway:
+    gateway = make_gateway(settings, own.recent, own.tune, make_router, RequestRecords(together=own.together))
+    async with ends_where_it_stands_still(), gateway:
         settled()
         stopping, failed = asyncio.create_task(stop.wait()), asyncio.create_task(gateway.failed())
         await asyncio.wait({stopping, failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -84,7 +86,7 @@ async def serve(settings: GatewaySettings, own: telemetry.Telemetry, make_router
 
 def make_gateway(
     settings: GatewaySettings, recent: telemetry.RecentSpans | None = None, tune: Tune = no_tuning,
-    make_router: type[Router] = Router,
+    make_router: type[Router] = Router, records: RequestRecords | None = None,
 ) -> Gateway:  # fmt: skip
     """One that lives in this process: real time, sockets, and names and seeds that nobody can guess.
 
@@ -119,6 +121,7 @@ def make_gateway(
         access=Access(settings.api_keys, settings.share_prefixes),
         recent=recent or telemetry.RecentSpans(),
         tune=tune,
+        records=records or RequestRecords(),
     )
     return Gateway(settings, ports, make_router)
 

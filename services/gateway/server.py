@@ -45,6 +45,7 @@ from services.gateway.generation import (
     Deaths,
     MigrationLimits,
     Pipeline,
+    RequestRecords,
     tracing,
 )
 from services.gateway.grpc import LLMService
@@ -130,6 +131,7 @@ class GatewayPorts:
     sandbox: Sandbox | None = None  # where what clients send is read that could do harm
     store: Store | None = None  # for what clients ask to be kept; the gateway closes it
     tune: Tune = no_tuning
+    records: RequestRecords = field(default_factory=RequestRecords)
     recent: telemetry.RecentSpans = field(default_factory=telemetry.RecentSpans)  # of this process
     access: Access = field(default_factory=lambda: Access(None, share_prefixes=True))
 
@@ -142,11 +144,8 @@ class Gateway:
     """
 
     def __init__(self, settings: GatewaySettings, ports: GatewayPorts, make_router: type[Router] = Router) -> None:
-        self.settings = settings
-        self._ports = ports
-        self._make_router = make_router
-        self._stack = AsyncExitStack()
-        self._tasks: list[asyncio.Task[None]] = []
+        self.settings, self._ports, self._make_router = settings, ports, make_router
+        self._stack, self._tasks = AsyncExitStack(), list[asyncio.Task[None]]()
         self._background, self._turns = BackgroundTasks(), SequenceTurns()
 
     async def __aenter__(self) -> Gateway:
@@ -205,8 +204,8 @@ class Gateway:
         self._run(self._ports.access.run())
         if self._ports.sandbox:
             self._run(self._ports.sandbox.run())
-        decodes_prefill = settings.disaggregation is not Disaggregation.REQUIRE
-        self._judging = Judging(starvation.now, self._ports.dead_here, decodes_prefill)
+        local = settings.disaggregation is not Disaggregation.REQUIRE
+        self._judging = Judging(starvation.now, self._ports.dead_here, decodes_prefill=local)
         self._replica = BlockReplica(registry.block_feed, max_blocks=settings.replica_max_blocks)
         self._run(self._replica.run())
         self.front = self._make_front(view)
@@ -270,6 +269,7 @@ class Gateway:
             text_turns=TextTurns(_weights(settings), settings.max_queued),
             grammars=CheckedGrammars(ports.sandbox),
             store=ports.store,
+            records=ports.records,
         )
 
     def _make_llm(self, key: ModelKey, model: ServedModel) -> LLM:

@@ -11,7 +11,8 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 MAX_KEPT_LINES = 1024
@@ -40,6 +41,7 @@ class LogOutput:
         self._descriptor = descriptor
         self._notice = notice
         self._kept: deque[bytes] = deque()
+        self._together = 0  # blocks that are to be over first
         self._begun = False  # the first that is kept is the rest of a line
         self._torn = False  # what was written last is no whole line
         self._lost, self._reason = 0, ""
@@ -56,7 +58,18 @@ class LogOutput:
             self._lose("nobody reads the output")
         elif line:
             self._kept.append(line if len(line) <= MAX_LINE else line[:MAX_LINE] + CUT)
-        self._write_kept()
+        if not self._together:
+            self._write_kept()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Writes the lines of a block at its end, several at once. For one thread, whose block is short."""
+        self._together += 1
+        try:
+            yield
+        finally:
+            self._together -= 1
+            self._write_kept()
 
     def flush(self) -> None:
         """Do nothing: what can be written has been."""
@@ -107,18 +120,26 @@ class LogOutput:
             if self._lost and not self._begun:
                 self._report_loss()
             else:
-                self._write_first(self._kept[0])
+                self._write_first()
         except OSError as error:
             self._kept.popleft()
             self._lose(error.strerror or str(error))
             self._torn, self._begun = self._torn or self._begun, False
 
-    def _write_first(self, line: bytes) -> None:
-        written = os.write(self._descriptor, line[:CHUNK])
-        self._begun = written < len(line)
-        if self._begun:
-            self._kept[0] = line[written:]
-        else:
+    def _write_first(self) -> None:
+        """As many lines as CHUNK has room for, or the beginning of one."""
+        lines = [self._kept[0]]
+        size = len(lines[0])
+        while len(lines) < len(self._kept) and (size := size + len(self._kept[len(lines)])) <= CHUNK:
+            lines.append(self._kept[len(lines)])
+        written = os.write(self._descriptor, b"".join(lines)[:CHUNK])
+        for line in lines:
+            if written < len(line):
+                if written:
+                    self._kept[0], self._begun = line[written:], True
+                return
+            written -= len(line)
+            self._begun = False
             self._kept.popleft()
 
     def _report_loss(self) -> None:

@@ -56,6 +56,7 @@ class Telemetry:
         self._sampling = sampling
         self._logs = logs
         self._providers = providers
+        self.together = logs.together  # of lines that one thread writes
 
     def tune(self, log_level: str, trace_sampling: float) -> None:
         """From now on, in this process."""

@@ -147,3 +147,17 @@ def test_an_endless_line_is_cut() -> None:
         output.close()
         writer.close()
         assert len(reader.read()) < 10**5
+
+
+def test_lines_of_a_block_are_written_at_its_end_several_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    with file.open("wb") as opened:
+        output = LogOutput(opened.fileno())
+        with output.together():
+            for number in range(100):
+                output.write(f"{number} {'x' * 100}\n")
+            assert file.read_bytes() == b""
+        output.write("last\n")
+    lines = file.read_text().splitlines()
+    assert [line.split()[0] for line in lines] == [*map(str, range(100)), "last"]
+    assert all(line.endswith("x" * 100) for line in lines[:-1])

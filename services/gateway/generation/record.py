@@ -12,6 +12,7 @@ import asyncio
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
@@ -38,6 +39,7 @@ MAX_RECORDS = 512
 # Written so soon, and so many at once: half a millisecond's work.
 WRITE_S, AT_ONCE = 0.05, 32
 Fields = dict[str, Any]
+Together = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -58,7 +60,9 @@ class Ending:
 class RequestRecords:
     """Those of the requests that ended last. `write` once more at the end, so that none is missed."""
 
-    def __init__(self, most: int = MAX_RECORDS) -> None:
+    def __init__(self, most: int = MAX_RECORDS, together: Together = nullcontext) -> None:
+        """`together`: a block whose log lines are written at its end."""
+        self._together = together
         self._kept: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=most)
         self._ended: list[tuple[float, str, Callable[[], Fields], Span | None]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -83,13 +87,14 @@ class RequestRecords:
             self._timer.cancel()
             self._timer = None
         ended, self._ended = self._ended, []
-        line = log.bind()  # once for all of them
-        for at, event, fields, span in ended:
-            told = fields()
-            self._kept.append((at, told))
-            line.info(event, **told)
-            if self._otel.enabled(severity_number=SeverityNumber.INFO, event_name=event):
-                self._emit(event, told, span)
+        with self._together():
+            line = log.bind()  # once for all of them
+            for at, event, fields, span in ended:
+                told = fields()
+                self._kept.append((at, told))
+                line.info(event, **told)
+                if self._otel.enabled(severity_number=SeverityNumber.INFO, event_name=event):
+                    self._emit(event, told, span)
 
     def _emit(self, event: str, told: Fields, span: Span | None) -> None:
         context = trace.set_span_in_context(span) if span is not None else None

@@ -170,8 +170,8 @@ class Envelope(Framing):
         return self._chunk(delta)
 
     def event(self, delta: Delta) -> bytes:
-        if delta.is_plain and delta.choice in self._plain:
-            return self.chunk(delta) if delta.text else b""
+        if (around := self._plain.get(delta.choice)) and delta.is_plain:
+            return around[0] + orjson.dumps(delta.text) + around[1] if delta.text else b""
         return super().event(delta)
 
     def _chunk(self, delta: Delta) -> bytes:
