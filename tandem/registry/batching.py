@@ -50,12 +50,9 @@ class CallBatcher(Generic[T]):
         self._tasks: set[asyncio.Task[None] | None] = set()
         self._patience: asyncio.Task[None] | None = None
 
-    async def call(self, argument: T, patient: bool = False) -> Any:
-        """The answer to this argument, or what it has raised.
-
-        Raises:
-            RegistryUnavailable: the call that it went with, or one that it waited for, was not answered.
-        """
+    def call(self, argument: T, patient: bool = False) -> asyncio.Future[Any]:
+        """Done with the answer to this argument, or what it has raised: RegistryUnavailable where the call that it went
+        with, or one that it waited for, was not answered."""
         loop = asyncio.get_running_loop()
         waiting = PendingCall(argument, loop.create_future(), loop.time())
         self._waiting.append(waiting)
@@ -63,7 +60,7 @@ class CallBatcher(Generic[T]):
             self._start()
         elif self._patience is None:
             self._patience = asyncio.create_task(self._start_later())
-        return await waiting.answer
+        return waiting.answer
 
     async def close(self) -> None:
         tasks = [task for task in (*self._tasks, self._patience) if task]

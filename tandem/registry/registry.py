@@ -17,6 +17,7 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import chain, count
 from typing import Any, Literal, TypeAlias
 
@@ -223,21 +224,25 @@ class Registry:
             self._abandon_later(reservation)
         raise REFUSALS.get(status, NoWorkers)(why)
 
-    async def release(self, reservation_id: str, *, prefill_done_only: bool = False) -> bool:
-        """Release a reservation, or only its prompt tokens. True if this call freed anything.
+    def release(self, reservation_id: str, *, prefill_done_only: bool = False) -> asyncio.Future[bool]:
+        """Release a reservation, or only its prompt tokens. Done with True if this call freed anything.
 
-        An empty id, as of a route chosen without Redis, holds nothing.
+        An empty id, as of a route chosen without Redis, holds nothing. What fails is tried again later.
         """
         if not reservation_id:
-            return False
+            nothing: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            nothing.set_result(False)
+            return nothing
         if reservation_id in self._doubtful and not prefill_done_only:
-            return await self._abandon(reservation_id)
+            return asyncio.ensure_future(self._abandon(reservation_id))
         arguments = (reservation_id, "tokens" if prefill_done_only else "all")
-        try:
-            return bool(await self._batcher.call(("release", arguments), patient=True) > 0)
-        except (RegistryUnavailable, asyncio.CancelledError):
+        released = self._batcher.call(("release", arguments), patient=True)
+        released.add_done_callback(partial(self._released, arguments))
+        return released
+
+    def _released(self, arguments: tuple[str, str], released: asyncio.Future[bool]) -> None:
+        if released.cancelled() or isinstance(released.exception(), RegistryUnavailable):
             self._late.add("release", *arguments)
-            raise
 
     async def take(
         self, tenant: str, limits: Limits, *, request_id: str, tokens: int, cost: float, ttl: float
@@ -349,7 +354,7 @@ class Registry:
         answers = iter(await called)
         if self._connection.lines != lines:
             self._doubtful.update(str(arguments[0]) for arguments in choices)
-        dropped = iter([next(answers) for _ in releases])
+        dropped = iter([next(answers) > 0 for _ in releases])
         return [next(answers if kind == "select" else dropped) for kind, _ in asked]
 
     async def _abandon(self, reservation: str) -> bool:

@@ -116,7 +116,7 @@ async def test_an_error_is_told_to_all_and_ends_nothing_else() -> None:
         assert {type(error) for error in errors} == {ConnectionError}
         broken = False
         assert await batcher.call(7) == 7
-    waiting = asyncio.create_task(batcher.call(8))
+    waiting = batcher.call(8)
     await asyncio.sleep(0)
     await batcher.close()
     with pytest.raises(asyncio.CancelledError):
@@ -134,7 +134,7 @@ async def test_a_patient_call_goes_with_the_next_one_or_after_a_moment_alone() -
     batcher = CallBatcher[int](note, MOST, patience_s=60.0)
     async with asyncio.timeout(30):
         assert await batcher.call(1) == 1
-        patient = [asyncio.create_task(batcher.call(number, patient=True)) for number in (2, 3)]
+        patient = [batcher.call(number, patient=True) for number in (2, 3)]
         for _ in range(10):
             await asyncio.sleep(0)
         assert carried == [[1]]

@@ -395,7 +395,11 @@ class Books(RuleBasedStateMachine):
     @rule(choice=CHOICE, prefill_done_only=st.booleans())
     def release(self, choice: int, prefill_done_only: bool) -> None:
         reservation = self.made[choice % len(self.made)]
-        freed = self.loop.run(self.registry.release(reservation, prefill_done_only=prefill_done_only))
+
+        async def release() -> bool:
+            return await self.registry.release(reservation, prefill_done_only=prefill_done_only)
+
+        freed = self.loop.run(release())
         assert freed == self.model.release(reservation, prefill_done_only)
 
     @precondition(lambda self: self.made)

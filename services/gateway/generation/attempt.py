@@ -4,15 +4,15 @@
     reserve   D's stream open, blocks held; a ticket, or D prefills       Reservation
     prefill   P's reply carries the first token                           Prefill
     decode    the other tokens come by D's stream
-    close     P and D abort what they have not ended themselves; the reservation is released
+    end       P and D abort what they have not ended themselves; the reservation is released
 
-Whatever ends it, `close` frees everything; it runs apart from the request, so a second cancellation cannot stop it.
+Whatever ends it, `end` frees everything; what takes a while runs apart from the request, which no cancellation stops.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -44,12 +44,12 @@ WORKER_LOST = "worker_lost"
 
 @dataclass(frozen=True, slots=True)
 class ClusterAccess:
-    """The cluster, as an attempt reaches it. `in_background` runs a coroutine to its end, apart from the request."""
+    """The cluster, as an attempt reaches it. `in_background` sees something to its end, apart from the request."""
 
     router: Router
     pool: WorkerPool
     spans: Tracer
-    in_background: Callable[[Coroutine[Any, Any, None]], None]
+    in_background: Callable[[Awaitable[Any]], None]
     deadlines: Deadlines
     turns: SequenceTurns
     deaths: Deaths
@@ -57,7 +57,7 @@ class ClusterAccess:
 
 
 class Attempt:
-    """`tokens` once, then `close` once."""
+    """`tokens` once, then `end` once."""
 
     def __init__(self, cluster: ClusterAccess, choice: Choice) -> None:
         self._cluster, self._choice = cluster, choice
@@ -114,20 +114,30 @@ class Attempt:
         if mailbox.finish_reason == llm_pb2.FINISH_REASON_ABORT:
             raise WorkerLost(route.decode.info.worker_id, "it aborted the sequence")
 
-    async def close(self) -> None:
-        """Free everything this attempt holds, here and on workers. Bounded."""
+    def end(self) -> None:
+        """Free everything this attempt holds, here and on workers; in the background where a worker has to be heard."""
         if self._timer:
             self._timer.cancel()
-        mailbox, route = self._mailbox, self._route
-        if mailbox is not None:
-            if self._reserving and not await self._ends_by_itself(mailbox):
-                self._abort(self._connections[0], mailbox)
-            await self._aborted(mailbox)
-            self._connections[0].stream.detach(mailbox)
+        mailbox = self._mailbox
+        if mailbox is not None and (self._aborts or (self._reserving and not _has_ended(mailbox))):
+            self._cluster.in_background(self._hear_end(mailbox))
+        else:
+            self._let_go()
+
+    async def _hear_end(self, mailbox: Mailbox) -> None:
+        """Bounded."""
+        if self._reserving and not await self._ends_by_itself(mailbox):
+            self._abort(self._connections[0], mailbox)
+        await self._aborted(mailbox)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._mailbox is not None:
+            self._connections[0].stream.detach(self._mailbox)
         for connection in self._connections:
             connection.running -= 1
-        if route is not None:
-            await self._cluster.router.release(route)
+        if self._route is not None:
+            self._cluster.in_background(self._cluster.router.release(self._route))
 
     # --- the steps ---
 
@@ -229,7 +239,7 @@ class Attempt:
     async def _ends_by_itself(self, mailbox: Mailbox) -> bool:
         if mailbox.finish_reason and not mailbox.ended:
             await self._linger(mailbox)
-        return bool(mailbox.finish_reason) and mailbox.ended
+        return _has_ended(mailbox)
 
     async def _linger(self, mailbox: Mailbox) -> None:
         with suppress(TimeoutError):
@@ -305,3 +315,8 @@ class Attempt:
         choice.written += new.ids
         if mailbox.next_index - num_prior == len(new.ids) and not mailbox.finish_reason:  # whose end releases all
             self._cluster.in_background(self._cluster.router.release_prefill(route))
+
+
+def _has_ended(mailbox: Mailbox) -> bool:
+    """True if its decode worker has said so, and holds nothing any more."""
+    return bool(mailbox.finish_reason) and mailbox.ended

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from typing import Any
 
 import structlog
+
+from tandem.registry import RegistryUnavailable
 
 log = structlog.get_logger(__name__)
 
 
 class BackgroundTasks:
-    """Runs coroutines to their end, whatever becomes of the request that started them. `drain` waits for all."""
+    """Work that goes on to its end, whatever becomes of the request that started it. `drain` waits for all."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
 
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def __call__(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    def __call__(self, work: Awaitable[Any]) -> None:
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
@@ -29,7 +31,10 @@ class BackgroundTasks:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("freeing a request failed", exc_info=task.exception())
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, RegistryUnavailable):
+            log.warning("reservation not released yet", error=str(error))
+        elif error is not None:
+            log.error("freeing a request failed", exc_info=error)

@@ -2,7 +2,7 @@
 
     choose    the prefill worker that answers and has least to do for this gateway, and by the registry
     embed     its reply carries the vector
-    close     it aborts what it has not ended
+    end       it aborts what it has not ended
 
 A worker that is lost is left out of the next attempt, as with answers.
 """

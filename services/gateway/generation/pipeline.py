@@ -117,7 +117,7 @@ class Pipeline:
                         raise
                     await migration.pause(error, cluster.pool.answers(Role.DECODE))
                 finally:
-                    cluster.in_background(attempt.close())
+                    attempt.end()
         finally:
             migration.close()
             self._admission.leave(choice.work)

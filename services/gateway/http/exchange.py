@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 FAIL_WAIT_S = 1.0
 # Most answers of a moment are over before anybody has to look if their client is still there, which costs two messages
 # between threads.
-WATCH_S = 0.1
+WATCH_S = 0.2
 SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 

@@ -8,6 +8,7 @@ choose    Redis: one atomic decision that every gateway sees, held until release
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -69,14 +70,14 @@ class Router:
         self._offline.note(route)
         return route
 
-    async def release_prefill(self, route: Route) -> None:
+    def release_prefill(self, route: Route) -> asyncio.Future[bool]:
         """The prompt was prefilled: its tokens wait no longer."""
-        await self._release(route, prefill_done_only=True)
+        return self._registry.release(route.reservation_id, prefill_done_only=True)
 
-    async def release(self, route: Route) -> None:
-        """End the route. Redis being gone is no error: reservations expire by themselves."""
+    def release(self, route: Route) -> asyncio.Future[bool]:
+        """End the route. Redis being gone is no error: it is told later, and reservations expire by themselves."""
         self._offline.forget(route)
-        await self._release(route, prefill_done_only=False)
+        return self._registry.release(route.reservation_id)
 
     async def _route(self, request: RouteRequest, exclude: Collection[str]) -> Route:
         prefix, held = self._look_up(request)
@@ -149,12 +150,6 @@ class Router:
             kinds = Counter((w.info.revision, w.info.block_size) for w in workers if w.info.key == self._model)
             self._kind_of = workers, kinds.most_common(1)[0][0] if kinds else None
         return self._kind_of[1]
-
-    async def _release(self, route: Route, prefill_done_only: bool) -> None:
-        try:
-            await self._registry.release(route.reservation_id, prefill_done_only=prefill_done_only)
-        except RegistryUnavailable as error:
-            log.warning("reservation not released yet", error=str(error))
 
     async def _after_refusal(
         self, refusal: NoWorkers, request: RouteRequest, held: dict[str, int], exclude: Collection[str]
