@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.engine import Engine, EngineConfig, Request, SampledToken, StepTime
+from tandem.engine.scheduling import Pace
 from tests.engine.tiny import SIZES, greedy, prompt_of
 
 # A decode step takes 20 ms, a prompt token 1 ms.
@@ -143,3 +144,18 @@ def test_without_a_target_and_before_anything_was_measured_the_setting_counts(fo
     assert max(beside(PaceTrial(folder, max_prefill_beside_decode=30), 0.300)) <= 0.050 + 1e-9, (
         "the setting is the most"
     )
+
+
+def test_a_step_that_computes_nothing_makes_no_decode_seem_quick() -> None:
+    """Such steps come while all that wait do so for blocks."""
+    pace = Pace(512, None)
+    pace.passed(0, 1, 0.02)
+    pace.passed(64, 0, 0.064)
+
+    def chunk() -> int:
+        return pace.chunk({0.1}, joins=False, joined=False, waited_s=0.0)
+
+    before = chunk()
+    for _ in range(64):
+        pace.passed(0, 0, 0.0001)
+    assert chunk() == before

@@ -43,7 +43,7 @@ class Pace:
         """A step has computed so many prompt tokens and decoded so many sequences."""
         self.stepped_s += seconds
         decode_s, prompts_s = self._decode_s if num_written else 0.0, self._token_s * num_prefilled
-        if not num_prefilled:
+        if num_written and not num_prefilled:
             self._decode_s = _average(self._decode_s, seconds)
         elif decode_s and prompts_s:
             self._correct(decode_s, prompts_s, num_prefilled, seconds)
