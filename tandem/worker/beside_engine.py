@@ -50,3 +50,13 @@ def land(port: EnginePort, name: str, num_cached: int, num_landed: int) -> None:
         return [Ended(name)]
 
     port.submit(name, land_them)
+
+
+def give_up(port: EnginePort, name: str) -> None:
+    """Lets no sequence wait any longer for the blocks expected for `name`, which stay taken; from any thread."""
+
+    def give_them_up(engine: Engine) -> Sequence[Event]:
+        engine.moving.give_up(name)
+        return ()
+
+    port.submit(name, give_them_up)

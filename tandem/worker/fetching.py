@@ -4,7 +4,8 @@
     lender   holds what it has cached of it while it pushes that, by its own link to the fetcher: BEGIN, FRAMEs, COMMIT
     fetcher  committed: all of it was verified, and its cache has it ──> else it is fenced, and the blocks are released
 
-A fetch only ever saves work: whatever goes wrong, the prompt is computed.
+A fetch only ever saves work: whatever goes wrong, the prompt is computed. No block is fetched twice at a time: other
+sequences that need it wait in the engine, no longer than the fetch may take.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tandem.process import WorkThreads
 from tandem.spans import TRUNCATED
 from tandem.transfer import Fetch, KVSource, Link, LinkPeer, TransferError
 from tandem.v1 import worker_pb2
-from tandem.worker.beside_engine import at_once, block_chain, land, release
+from tandem.worker.beside_engine import at_once, block_chain, give_up, land, release
 from tandem.worker.engine_port import EngineDied, EnginePort
 from tandem.worker.kv_tiers import KVTiers
 
@@ -91,11 +92,11 @@ class KVFetcher:
     async def fetch(self, request: Request, holder: Holder, timeout_s: float) -> int:
         """How many of the prompt's tokens were fetched; none where that did not come about."""
         chain, transfer_id = block_chain(self._engine.engine.layout, request), self._new_id()
+        room = await at_once(self._engine, transfer_id, lambda engine: _expect(engine, transfer_id, chain))
+        if room is None:
+            return 0
         with tracer.start_as_current_span("kv.fetch") as span:
-            room = await at_once(self._engine, transfer_id, lambda engine: _expect(engine, transfer_id, chain))
-            num_blocks = 0
-            if room is not None:
-                num_blocks = await self._landed(transfer_id, chain, room, holder, min(timeout_s, FETCH_S))
+            num_blocks = await self._landed(transfer_id, chain, room, holder, min(timeout_s, FETCH_S))
             span.set_attributes(
                 {
                     "kv.transfer.peer": holder.peer.worker_id,
@@ -137,6 +138,7 @@ class KVFetcher:
             if landed.done() and not landed.cancelled():  # nothing is written any more
                 self._end(transfer_id, num_cached, num_blocks)
             else:
+                give_up(self._engine, transfer_id)
                 fence = self._receiver.cancel(transfer_id)
                 fence.add_done_callback(lambda done: self._end(transfer_id, num_cached, 0))
                 loop.call_later(FENCE_WAIT_S, self._look_at_fence, transfer_id)

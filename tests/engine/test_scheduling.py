@@ -286,6 +286,26 @@ def test_a_prompt_waits_for_no_more_than_it_shares(llama: Path) -> None:
     assert first_steps(engine, 1) == [{"long", "shares"}]  # 4 tokens each
 
 
+@pytest.mark.parametrize("landed", [4, 2, 0, None], ids=["all", "half", "none", "given up"])
+def test_a_prompt_waits_for_blocks_that_a_transfer_brings(llama: Path, landed: int | None) -> None:
+    """As far as they come; and not for those that were given up, although they may still be written."""
+    engine, prompt, sampling = make_engine(llama), prompt_of(17), greedy(2)
+    root = root_hash(engine.layout.model, engine.layout.revision)
+    chain = [root, *block_hashes(root, prompt, 4)]
+    assert engine.moving.expect("coming", chain, 0) is not None
+    assert engine.moving.expect("twice", chain, 0) is None
+    engine.add(Request("waits", prompt, sampling))
+    engine.add(Request("other", prompt_of(5, 1), greedy(1)))
+    assert first_steps(engine, 2) == [{"other"}, set()]
+    if landed is None:
+        engine.moving.give_up("coming")
+    else:
+        engine.moving.land("coming", 0, landed)
+    assert run(engine)["waits"][0].num_cached_tokens == 4 * (landed or 0)
+    engine.moving.release("coming")
+    assert_idle(engine)
+
+
 def test_answers_are_cached_too(llama: Path, roomy: Engine) -> None:
     engine, prompt = make_engine(llama), prompt_of(10)
     answer = generate(engine, prompt, greedy(11))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -274,6 +275,30 @@ async def test_what_comes_after_it_was_given_up_is_written_nowhere(two: Two, mon
     await two.asker.idle()
     await two.holder.idle()
     assert (await two.asker.answer(PROMPT)).num_cached_tokens == 0
+
+
+async def test_another_prompt_with_what_is_fetched_waits_for_that_but_for_no_fence(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await two.holder.answer(PROMPT)
+    monkeypatch.setattr(fetching, "FETCH_S", 0.3)
+    two.holder.on_link = lambda link: (_ for _ in ()).throw(TransferError("UNAVAILABLE", "no way back"))
+    cancel, fence = two.asker.receiver.cancel, Future[None]()
+    monkeypatch.setattr(two.asker.receiver, "cancel", lambda transfer_id: cancel(transfer_id) and fence)
+    fetching_it = asyncio.create_task(two.fetch())
+    async with asyncio.timeout(LONG_S):
+        while not two.asker.fetcher.transfer_ids():
+            await asyncio.sleep(0.002)
+    assert await two.fetch() == 0  # at once: that another one fetches it already
+    waits = asyncio.create_task(two.asker.answer(PROMPT))
+    await asyncio.sleep(0.05)
+    assert not fetching_it.done()
+    assert not waits.done()
+    assert await fetching_it == 0
+    assert (await waits).num_cached_tokens == 0
+    assert two.asker.fetcher.transfer_ids()
+    fence.set_result(None)
+    await two.asker.idle()
 
 
 async def test_a_caller_that_leaves_releases_everything(two: Two, patient: None) -> None:

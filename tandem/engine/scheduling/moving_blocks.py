@@ -3,11 +3,16 @@
 lend     cached ──> referenced, so that they stay as they are while they are sent ──> release
 expect   of a chain: what is cached of it, and new blocks for the rest, which nobody can find
          ──> land: those that have come are findable ──> release
+         ──> give_up: they may still be written, but no sequence waits for them ──> land, release
+
+A sequence that needs an expected block next waits for it in the scheduler: so what expects blocks lands them or gives
+them up within a bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain as chained
 
 from tandem.engine.scheduling.block_pool import BlockPool
 
@@ -18,7 +23,8 @@ class MovingBlocks:
     def __init__(self, pool: BlockPool, prefix_caching: bool) -> None:
         self._pool, self._prefix_caching = pool, prefix_caching
         self._tables: dict[str, list[int]] = {}
-        self._coming: dict[str, Sequence[bytes]] = {}  # the chain of those that are expected
+        self._expected: dict[str, Sequence[bytes]] = {}  # their chains
+        self._coming: dict[str, dict[bytes, None]] = {}  # names of the new ones, unless they were given up
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -36,30 +42,42 @@ class MovingBlocks:
         self._hold(transfer_id, self._pool.take(0, list(found.values())) or [])
         return found
 
+    def coming(self) -> set[bytes]:
+        """Names of the blocks that transfers under way may bring."""
+        return set(chained.from_iterable(self._coming.values()))
+
     def num_cached(self, names: Sequence[bytes]) -> int:
         """Blocks of these names that are cached, up to the first that is not."""
         return len(self._pool.match(names))
 
     def expect(self, transfer_id: str, chain: Sequence[bytes], spare: int) -> tuple[int, list[int]] | None:
         """Room for what is not cached of `chain`, a root and the names behind it: how many blocks are cached, and the
-        new ones. None where all are, or where fewer than `spare` blocks would stay free."""
+        new ones. None where all are, where another transfer brings the next one, or where fewer than `spare` blocks
+        would stay free."""
         cached = self._pool.match(chain[1:])
-        num_new = len(chain) - 1 - len(cached)
-        if not self._prefix_caching or num_new < 1 or not self._pool.has_room(num_new, cached, spare):
+        new = chain[1 + len(cached) :]
+        if not self._prefix_caching or not new or any(new[0] in names for names in self._coming.values()):
             return None
-        table = self._hold(transfer_id, self._pool.take(num_new, cached) or [])
-        self._coming[transfer_id] = chain
+        if not self._pool.has_room(len(new), cached, spare):
+            return None
+        table = self._hold(transfer_id, self._pool.take(len(new), cached) or [])
+        self._expected[transfer_id], self._coming[transfer_id] = chain, dict.fromkeys(new)
         return len(cached), table[len(cached) :]
 
     def land(self, transfer_id: str, num_cached: int, num_landed: int) -> None:
         """The first so many of the new ones have come, whole and verified; all of them are released."""
-        chain = self._coming[transfer_id]
+        chain = self._expected[transfer_id]
         for i in range(num_cached, num_cached + num_landed):
             self._pool.register(self._tables[transfer_id][i], chain[i + 1], chain[i])
         self.release(transfer_id)
 
-    def release(self, transfer_id: str) -> None:
+    def give_up(self, transfer_id: str) -> None:
+        """Lets no sequence wait for its blocks any longer."""
         self._coming.pop(transfer_id, None)
+
+    def release(self, transfer_id: str) -> None:
+        self.give_up(transfer_id)
+        self._expected.pop(transfer_id, None)
         self._pool.release(self._tables.pop(transfer_id, ()))
 
     def _hold(self, transfer_id: str, taken: list[int]) -> list[int]:

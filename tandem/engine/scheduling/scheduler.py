@@ -8,7 +8,8 @@
                 decodes' targets leave, or to max_prefill_beside_decode (pace.py), so that no decode waits for a long
                 chunk
     4 admit     a waiting sequence whose turn it is takes blocks for all its tokens and joins the running ones; one
-                whose prefix another prefills waits for it, then takes those blocks and copies the part-full last one
+                whose prefix another prefills, or a transfer brings, waits for it, then takes those blocks and copies
+                the part-full last one
 
 Order is (priority, arrival), but prompts of a priority are prefilled by their turn: the tokens that had been prefilled
 when it came, and those that it brings. So a short one does not stand in line behind long ones, and a long one is passed
@@ -261,7 +262,7 @@ class Scheduler:
 
     def _schedule_prefills(self, batch: Batch, begun: list[Sequence]) -> None:
         """Those begun and those that wait, each in its turn; nobody passes a waiting one for whom there is no room."""
-        coming = self._being_prefilled() if self.waiting else set()
+        coming = self._coming() if self.waiting else set()
         has_room = True
         left = batch.budget
         for seq in merge(begun, tuple(self.waiting), key=_turn):
@@ -295,9 +296,10 @@ class Scheduler:
         has_seat = self._num_free_seats() + len(leaving) > 0
         return has_seat and self.blocks.has_room(seq, need, len(self.running), leaving)
 
-    def _being_prefilled(self) -> set[bytes]:
-        """Names of the blocks, part-full ones too, that running sequences will have filled when they are prefilled."""
-        return set[bytes]().union(
+    def _coming(self) -> set[bytes]:
+        """Names of the blocks, part-full ones too, that running sequences will have filled when they are prefilled, and
+        of those that transfers bring."""
+        return self.blocks.moving.coming().union(
             *(self.blocks.to_be_prefilled(seq) for seq in self.running if seq.num_uncomputed_tokens > 1)
         )
 
