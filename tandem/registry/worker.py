@@ -145,8 +145,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The workers of one request. `prefill` is None if the decode worker prefills the prompt itself; `holder` has more
-    of the prompt cached than the prefill worker, which had better fetch that than compute it."""
+    """The workers of one request. `prefill` is None if the decode worker prefills the prompt itself; `holder` is
+    known to have more of the prompt cached than the prefill worker, which had better fetch that than compute it."""
 
     decode: Place
     prefill: Place | None

@@ -408,6 +408,19 @@ async def test_what_one_worker_has_told_and_the_other_not_yet_is_found_on_both(r
     assert "64 prompt tokens cached there, 64 at decode" in route.reason
 
 
+async def test_a_prefix_that_is_only_expected_to_have_been_fetched_may_be_fetched_still(registry: Registry) -> None:
+    """The request that it was to be fetched for may come later than the next one."""
+    await register_pool(registry)
+    await registry.heartbeat(worker_info("p0", Role.PREFILL), worker_load(linked=("d0-first",), **FAST), TTL)
+    await registry.publish_blocks("d0", "d0-first", HASHES, [])
+    for cached in (0, 64):
+        route = await select(registry, prompt_tokens=80, prefix=await known_prefix(registry, HASHES))
+        assert f"{cached} prompt tokens cached there, 64 at decode, 64 to be had from d0;" in route.reason
+    await registry.publish_blocks("p0", "p0-first", HASHES, [])
+    route = await select(registry, prompt_tokens=80, prefix=await known_prefix(registry, HASHES))
+    assert "64 prompt tokens cached there, 64 at decode;" in route.reason
+
+
 async def auto(registry: Registry, held: dict[str, int], prefill: dict[str, Any], decode: dict[str, Any]) -> str:
     """The reason of a route for 64 tokens; p0 and d0 hold so many blocks of them and say so of themselves."""
     await register_pool(registry)

@@ -68,6 +68,7 @@ class ClusterShape:
     block_size: int = 4
     max_num_batched_tokens: int = 32
     prefill_tokens_per_s: float = 8192.0
+    decode_step_s: float = 0.010
     max_num_seqs: int = 16
     disaggregation: Disaggregation = Disaggregation.PREFER
     timeout_s: float = 20.0
@@ -368,7 +369,7 @@ class SimulationSettings:
             "worker_id": name, "transfer_port": TRANSFER_PORT, "transports": ("memory",), "engine": "null",
             "num_blocks": shape.num_blocks, "block_size": shape.block_size, "max_num_seqs": shape.max_num_seqs,
             "max_num_batched_tokens": shape.max_num_batched_tokens,
-            "null_step": StepTime(prefill_tokens_per_s=shape.prefill_tokens_per_s), "swap_memory": SWAP_BYTES,
+            "null_step": StepTime(shape.prefill_tokens_per_s, shape.decode_step_s), "swap_memory": SWAP_BYTES,
         }  # fmt: skip
 
 

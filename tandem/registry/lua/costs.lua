@@ -214,12 +214,13 @@ local function fetched(request, holder, prefills, at, hit)
   return tokens, seconds
 end
 
--- Sets rows.fetches: by row, the holder that it had better fetch from.
+-- Sets rows.fetches: by row, the holder that it had better fetch from. What a row is only expected to hold may be fetched
+-- for another request, which may come there later than this one: so this one names the holder, too.
 -- Sets rows.cost: of prefilling the prompt, infinite where that cannot be. Returns whether anyone can. What is lost with a
 -- hit counts alike wherever that is: else a worker that once seemed a little slower would get hardly anything.
 local function weigh_prefills(rows, request, decodes)
   weigh_work(rows, request)
-  local holders, fetches = holders_of(rows, decodes, request), {}
+  local holders, fetches, known = holders_of(rows, decodes, request), {}, hits_on(rows, request, request.known)
   local costs, able, values, hits = {}, false, rows.values, hits_on(rows, request)
   local prompt, block_size, others_s = request.prompt_tokens, request.block_size, (rows.own_work - 1) * rows.usual
   for p = 1, rows.count do
@@ -228,7 +229,7 @@ local function weigh_prefills(rows, request, decodes)
       local hit, holder = (hits[p] or 0) * block_size, holders[values[at + LAYOUT]]
       local queue, token_s = max(values[at + TOKENS], values[at + QUEUED]), values[at + TOKEN_S]
       local moved, moving_s = fetched(request, holder, rows, at, hit)
-      if moved > 0 then fetches[p] = holder end
+      if fetched(request, holder, rows, at, (known[p] or 0) * block_size) > 0 then fetches[p] = holder end
       local tokens = max(prompt - hit - moved, 1)
       local waiting = queue * token_s + adapting(rows, request, p) + moving_s
       cost = waiting + tokens * (of_one(token_s, rows.usual) + others_s) + lateness(request, waiting + tokens * token_s, rows.usual)
