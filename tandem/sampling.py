@@ -97,7 +97,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if not 0 <= (count := getattr(made, name) or 0) <= MAX_LOGPROBS:
                 raise InvalidParameter(name, f"must be between 0 and {MAX_LOGPROBS}, got {count}")
-        made.check()
+        made.check(given)
         if made.max_tokens == 0 and made.prompt_logprobs is None:
             raise InvalidParameter("max_tokens", "must be at least 1 where nothing of the prompt is asked for, got 0")
         if len(made.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
@@ -125,13 +125,17 @@ class SamplingParams:
             else:
                 getattr(message, name).extend(sorted(value) if isinstance(value, frozenset) else value)
 
-    def check(self) -> None:
+    def check(self, given: Collection[str] | None = None) -> None:
         """
+        Args:
+            given: the names of those that may not be as by default; of all, if not said.
+
         Raises:
             InvalidParameter: the first one that no model can serve.
         """
-        for (name, (low, high)), least, value in zip(RANGES.items(), LEAST, RANGED(self), strict=True):
-            if value is not None and not least <= value <= high:
+        for name in RANGES if given is None else filter(RANGES.__contains__, given):
+            (low, high), value = RANGES[name], getattr(self, name)
+            if value is not None and not LEAST[name] <= value <= high:
                 raise InvalidParameter(name, f"must be between {low} and {high}, got {value}")
         if _as_sent(self.top_p) == 0:
             raise InvalidParameter("top_p", f"must be above 0 as a number of 32 bits, got {self.top_p}")
@@ -203,8 +207,8 @@ DEFAULTS: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in NA
 TYPES: dict[str, Any] = get_type_hints(SamplingParams)
 RANGES: dict[str, tuple[float, float]] = {one.name: one.metadata["range"] for one in _FIELDS if "range" in one.metadata}
 # As numbers are sent; and what reads all values of one object at once.
-LEAST = tuple(_as_sent(low) for low, _ in RANGES.values())
-VALUES, RANGED = operator.attrgetter(*NAMES), operator.attrgetter(*RANGES)
+LEAST = {name: _as_sent(low) for name, (low, _) in RANGES.items()}
+VALUES = operator.attrgetter(*NAMES)
 OF_MODEL = tuple(one.name for one in _FIELDS if one.metadata.get("of_model"))
 CONTAINERS: dict[str, Any] = {
     one.name: one.default_factory for one in _FIELDS if one.default_factory is not dataclasses.MISSING

@@ -32,11 +32,15 @@ class Deadlines:
 
     def add(self, at: float, call: Callable[..., object], *arguments: Any) -> Entry:
         """Calls it then, unless the entry is cancelled."""
-        slot = int(at / SLOT_S) + 1
-        entry = Entry(self, slot, call, arguments)
+        entry = Entry(self, call, arguments)
+        self.put(at, entry)
+        return entry
+
+    def put(self, at: float, entry: Entry) -> None:
+        entry.slot = slot = int(at / SLOT_S) + 1
         if (entries := self._slots.get(slot)) is not None:
             entries[entry] = None
-            return entry
+            return
         self._slots[slot] = {entry: None}
         heappush(self._order, slot)
         if len(self._order) > MOST_EMPTY + 2 * len(self._slots):
@@ -44,7 +48,6 @@ class Deadlines:
             heapify(self._order)
         if self._order[0] == slot:
             self._wait()
-        return entry
 
     def until(self, at: float) -> Bound:
         """A bound of a block: TimeoutError once it is over."""
@@ -69,7 +72,7 @@ class Deadlines:
                 if entries := self._slots.get(self._order[0]):
                     entry = next(iter(entries))
                     self._remove(entry)
-                    entry.call(*entry.arguments)
+                    entry.expire()
                 else:
                     heappop(self._order)
         finally:  # should a call raise, which the loop reports, the others' time comes all the same
@@ -77,46 +80,47 @@ class Deadlines:
 
 
 class Entry:
-    __slots__ = ("_deadlines", "arguments", "call", "slot")
+    __slots__ = ("_arguments", "_call", "_deadlines", "slot")
+    slot: int  # where it was put
 
-    def __init__(
-        self, deadlines: Deadlines, slot: int, call: Callable[..., object], arguments: tuple[Any, ...]
-    ) -> None:
-        self._deadlines, self.slot, self.call, self.arguments = deadlines, slot, call, arguments
+    def __init__(self, deadlines: Deadlines, call: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+        self._deadlines, self._call, self._arguments = deadlines, call, arguments
+
+    def expire(self) -> None:
+        """Its time has come."""
+        self._call(*self._arguments)
 
     def cancel(self) -> None:
         self._deadlines._remove(self)
 
 
-class Bound:
+class Bound(Entry):
     """As asyncio.timeout_at, for use with `with`."""
 
-    __slots__ = ("__weakref__", "_at", "_cancelling", "_deadlines", "_entry", "_task", "expired")
+    __slots__ = ("__weakref__", "_at", "_cancelling", "_is_open", "_task", "expired")
 
     def __init__(self, deadlines: Deadlines, at: float) -> None:
         self._deadlines, self._at = deadlines, at
-        self._entry: Entry | None = None
-        self.expired = False
+        self.expired = self._is_open = False
 
     def __enter__(self) -> Bound:
         task = asyncio.current_task(self._deadlines.loop)
         assert task is not None
-        self._task, self._cancelling = task, task.cancelling()
-        self._entry = self._deadlines.add(self._at, self.expire)
+        self._task, self._cancelling, self._is_open = task, task.cancelling(), True
+        self._deadlines.put(self._at, self)
         return self
 
     def expire(self) -> None:
-        """Now, unless the block is over."""
-        if self._entry is not None and not self.expired:
-            self._entry.cancel()
+        """Its block is over now, unless it has ended."""
+        if self._is_open and not self.expired:
+            self.cancel()
             self.expired = True
             self._task.cancel()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._entry is not None
-        self._entry.cancel()
-        self._entry = None  # it refers to this: so the task is released now, and not by a search for garbage
+        self.cancel()
+        self._is_open = False
         if self.expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error

@@ -19,11 +19,13 @@ from prometheus_client import CollectorRegistry
 from services.gateway.admission import PriorityClass
 from services.gateway.settings import ClassName, ClassSettings
 from tandem.metrics import GATEWAY, CappedValues
+from tandem.tally import Count
 
 TOO_MANY, ERROR = 429, 500
+TOKENS = ("computed", "cached", "generated")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestEnd:
     tenant: str
     priority_class: PriorityClass
@@ -45,16 +47,19 @@ class TenantMetrics:
         self._goodput = GATEWAY["tandem_goodput_tokens"].counter_tally(registry)
         self._tokens = GATEWAY["tandem_tenant_tokens"].counter_tally(registry)
         self._ttft = GATEWAY["tandem_tenant_ttft_seconds"].histogram_tally(registry)
+        self._known: dict[tuple[str, str, str], list[Count]] = {}  # counts of tokens, by those labels
         objective = GATEWAY["tandem_slo_objective"].gauge(registry)
         for name, settings in classes.items():
             objective.labels(model, name).set(settings.objective)
 
     def ended(self, end: RequestEnd) -> None:
         labels = self._model, end.priority_class.label, self._tenant(end.tenant)
-        computed = max(end.prompt_tokens - end.cached_tokens, 0)  # workers say what was cached
-        tokens = ("computed", computed), ("cached", end.cached_tokens)
-        for kind, count in (*tokens, ("generated", end.output_tokens)):
-            self._tokens.labels(*labels, kind).inc(count)
+        if (tokens := self._known.get(labels)) is None:
+            tokens = self._known[labels] = [self._tokens.labels(*labels, kind) for kind in TOKENS]
+        computed, cached, generated = tokens
+        computed.value += max(end.prompt_tokens - end.cached_tokens, 0)  # workers say what was cached
+        cached.value += end.cached_tokens
+        generated.value += end.output_tokens
         if end.ttft_s is not None:
             self._ttft.labels(*labels).observe(end.ttft_s)
         if outcome := self._outcome(end):

@@ -12,12 +12,13 @@ chat {model}  (SERVER; GenAI semantic conventions, and vLLM's names beside them)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 from opentelemetry import propagate, trace
 from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import TextMapPropagator
-from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanKind, Status, StatusCode, Tracer
 
 from services.gateway.errors import GatewayError, WorkerLost
 from services.gateway.generation.request import Generation
@@ -25,6 +26,7 @@ from tandem.spans import ERROR, HINT, TENANT, TRUNCATED
 from tandem.v1 import llm_pb2
 
 PROVIDER, W3C = "tandem", "traceparent"
+UNRECORDED = nullcontext(INVALID_SPAN)
 # Those of the GenAI semantic conventions.
 SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty"}
 
@@ -143,28 +145,32 @@ def hint(span: Span, status: int, is_slow: bool) -> None:
         span.set_attribute(HINT, "failed" if status >= 500 else "slow")
 
 
-class child:  # a context manager, read as a function
-    """A span for the length of a block; failed if the block is. The parent itself where that is not recorded."""
+def child(
+    spans: Tracer, name: str, parent: Span, kind: SpanKind = SpanKind.INTERNAL,
+    is_at_fault: Callable[[Span], bool] = lambda span: True,
+) -> AbstractContextManager[Span]:  # fmt: skip
+    """Returns a span for the length of a block; failed if the block is. The parent itself where that is not recorded.
 
-    __slots__ = ("_is_at_fault", "_is_own", "_span")
+    Args:
+        is_at_fault: says of this span if a failure of the block is its own, and not that of a span within.
+    """
+    if parent is INVALID_SPAN:
+        return UNRECORDED
+    if not parent.is_recording():
+        return nullcontext(parent)
+    return _Child(spans.start_span(name, context=under(parent), kind=kind), is_at_fault)
 
-    def __init__(
-        self, spans: Tracer, name: str, parent: Span, kind: SpanKind = SpanKind.INTERNAL,
-        is_at_fault: Callable[[Span], bool] = lambda span: True,
-    ) -> None:  # fmt: skip
-        """`is_at_fault`: says of this span if a failure of the block is its own, and not that of a span within."""
-        self._is_at_fault = is_at_fault
-        self._span = parent
-        self._is_own = parent.is_recording()
-        if self._is_own:
-            self._span = spans.start_span(name, context=under(parent), kind=kind)
+
+class _Child:
+    __slots__ = ("_is_at_fault", "_span")
+
+    def __init__(self, span: Span, is_at_fault: Callable[[Span], bool]) -> None:
+        self._span, self._is_at_fault = span, is_at_fault
 
     def __enter__(self) -> Span:
         return self._span
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self._is_own:
-            return
         if error is not None and not isinstance(error, GeneratorExit):  # whose reader had enough, at a stop string say
             truncate(self._span)
             if isinstance(error, Exception) and self._is_at_fault(self._span):
