@@ -40,9 +40,14 @@ class FrontMetrics:
 
     def __init__(
         self, classes: Mapping[ClassName, ClassSettings] = CLASSES, max_tenants: int = 100,
-        prices: Mapping[Role, float] | None = None,
+        prices: Mapping[Role, float] | None = None, catch_up: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`prices`: of an hour of one worker."""
+        """
+        Args:
+            prices: of an hour of one worker.
+            catch_up: counts the requests that ended and are not counted yet.
+        """
+        self._catch_up = catch_up
         self.registry, self._exposed = CollectorRegistry(), CollectorRegistry()
         self._exposed.register(_Together(self))
         self._classes, self._max_tenants, self._prices = classes, max_tenants, prices or {}
@@ -103,6 +108,7 @@ class FrontMetrics:
 
     def totals(self) -> Totals:
         """As of now, of all tenants and all models, those that have left, too; cheap, as few series are looked at."""
+        self._catch_up()
         found = dict(self._of_the_gone)
         _add(found, self.registry.restricted_registry(LOOKED_AT))
         for model in list(self.of_models.values()):
@@ -116,6 +122,7 @@ class FrontMetrics:
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """As the header `accept` asks for it, and its content type."""
+        self._catch_up()
         return metrics_server.exposition(self._exposed, accept)
 
 

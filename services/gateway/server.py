@@ -228,8 +228,8 @@ class Gateway:
         await self._serve()
 
     def _make_metrics(self, view: ClusterView) -> FrontMetrics:
-        settings = self.settings
-        metrics = FrontMetrics(settings.classes, settings.metrics_max_tenants, settings.worker_hour_prices)
+        settings, ended = self.settings, self._ports.records.write
+        metrics = FrontMetrics(settings.classes, settings.metrics_max_tenants, settings.worker_hour_prices, ended)
         metrics.watch_view(view)
         metrics.watch_replica(self._replica)
         certificate.watch(metrics.registry, settings.security.tls)

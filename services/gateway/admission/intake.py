@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-MOST = 8  # in one turn
+MOST = 16  # in one turn
 LONG = 2048  # tokens
 REST_S, REST_TOKEN_S = 5e-4, 1e-7  # and for each token: as long as it takes to be begun
 REST_TURNS = 4

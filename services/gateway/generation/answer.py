@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -25,7 +26,7 @@ from services.gateway.generation import tracing
 from services.gateway.generation.choice import REASONS, Choice
 from services.gateway.generation.choice_text import ChoiceText, Delta
 from services.gateway.generation.pipeline import Pipeline
-from services.gateway.generation.record import Ending, is_slow, record_answer
+from services.gateway.generation.record import Ending, Fields, fields_of, is_slow
 from services.gateway.generation.request import Generation
 from services.gateway.generation.shared_prompt import MIN_SHARED_TOKENS, SharedPrompt
 from services.gateway.metrics import PATHS
@@ -147,12 +148,11 @@ class Answer:
             raise
         finally:
             whole_s = now() - self.request.arrived
-            end = Ending(status, outcome, first_s, whole_s, self.usage)
-            self._settle(taken, end.usage)
+            end = Ending(status, outcome, first_s, whole_s, span.get_span_context().trace_id)
+            self._settle(taken)
             self._running.discard(self)
             self._end(span, end)
-            self._count(end)
-            record_answer(self._pipeline.records, self, span, end)
+            self._pipeline.records.add("request", partial(self._counted, end), span)
 
     def write_at_once(self, write: Callable[[Delta], bool]) -> None:
         """From now on, while the reader of `deltas` waits, `write` may get those that end nothing instead of it.
@@ -175,8 +175,9 @@ class Answer:
         self._limit_headers = headers_of(taken) if taken else {}
         return taken
 
-    def _settle(self, taken: Taken | None, usage: llm_pb2.Usage) -> None:
+    def _settle(self, taken: Taken | None) -> None:
         if taken is not None:
+            usage = self.usage
             used = (
                 (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) if usage.completion_tokens else ()
             )
@@ -210,15 +211,24 @@ class Answer:
         return shared.of_other(self._pipeline.tokens(choice, shared))
 
     def _end(self, span: Span, end: Ending) -> None:
-        usage, metrics, status = end.usage, self._metrics, end.status
-        kind = PATHS.get(self.path.kind, "none")
         if span.is_recording():
+            usage, status = self.usage, end.status
             if usage.completion_tokens or status == 200:
                 tracing.set_usage(span, usage)
             tracing.hint(span, status, is_slow(self, end.first_s))
-            span.set_attributes(self._outcome(status, kind))
+            span.set_attributes(self._outcome(status, PATHS.get(self.path.kind, "none")))
         span.end()
-        metrics.request(kind, status)
+
+    def _counted(self, end: Ending) -> Fields:
+        """Counts it, a moment after its end, and returns the fields of its record."""
+        usage = self.usage
+        self._count(end, usage)
+        self._count_of_tenant(end, usage)
+        return fields_of(self, end, usage)
+
+    def _count(self, end: Ending, usage: llm_pb2.Usage) -> None:
+        metrics, status = self._metrics, end.status
+        metrics.request(PATHS.get(self.path.kind, "none"), status)
         if status == TOO_MANY:
             metrics.refused(end.whole_s)
         if status == 200:
@@ -248,9 +258,9 @@ class Answer:
             told["kv.transfer.bytes"] = sum(choice.path.transfer_bytes for choice in self.choices)
         return told
 
-    def _count(self, end: Ending) -> None:
-        """For its tenant and class, and for those who collect by OTLP."""
-        request, usage = self.request, end.usage
+    def _count_of_tenant(self, end: Ending, usage: llm_pb2.Usage) -> None:
+        """And of its class, and for those who collect by OTLP."""
+        request = self.request
         gaps = [choice.itl_s for choice in self.choices if choice.itl_s is not None]
         used = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) if usage.completion_tokens else ()
         kind, itl_s = PriorityClass.of(request.priority), max(gaps, default=None)

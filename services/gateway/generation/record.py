@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
@@ -47,14 +46,14 @@ class Ending:
     """How a request ended.
 
     `outcome` is "ok", "client_left" or the error's type; `first_s` from its arrival to its first token, if one came;
-    `whole_s` from its arrival to its end.
+    `whole_s` from its arrival to its end; `trace_id` 0 where it has no trace.
     """
 
     status: int
     outcome: str
     first_s: float | None
     whole_s: float
-    usage: llm_pb2.Usage
+    trace_id: int
 
 
 class RequestRecords:
@@ -72,7 +71,7 @@ class RequestRecords:
         """One more, of a request that ends now.
 
         Args:
-            fields: gives them, when it is written.
+            fields: gives them, when it is written; it may count the request, too.
         """
         loop = asyncio.get_running_loop()
         self._ended.append((loop.time(), event, fields, span))
@@ -90,11 +89,14 @@ class RequestRecords:
         with self._together():
             line = log.bind()  # once for all of them
             for at, event, fields, span in ended:
-                told = fields()
-                self._kept.append((at, told))
-                line.info(event, **told)
-                if self._otel.enabled(severity_number=SeverityNumber.INFO, event_name=event):
-                    self._emit(event, told, span)
+                try:
+                    told = fields()
+                    self._kept.append((at, told))
+                    line.info(event, **told)
+                    if self._otel.enabled(severity_number=SeverityNumber.INFO, event_name=event):
+                        self._emit(event, told, span)
+                except Exception as error:  # a bug, which must not reach the request that ends just now
+                    log.error("a request could not be recorded", exc_info=error)
 
     def _emit(self, event: str, told: Fields, span: Span | None) -> None:
         context = trace.set_span_in_context(span) if span is not None else None
@@ -111,17 +113,14 @@ class RequestRecords:
         return [{**fields, "ago_s": round(now - at, 3)} for at, fields in islice(found, most)]
 
 
-def record_answer(records: RequestRecords, answer: Answer, span: Span, end: Ending) -> None:
-    records.add("request", partial(_fields, answer, span.get_span_context().trace_id, end), span)
-
-
-def _fields(answer: Answer, trace_id: int, end: Ending) -> Fields:
-    request, usage, path = answer.request, end.usage, answer.path
+def fields_of(answer: Answer, end: Ending, usage: llm_pb2.Usage) -> Fields:
+    """Returns those of an answer's record."""
+    request, path = answer.request, answer.path
     gaps, mailboxes = _gaps(answer), [choice.mailbox for choice in answer.choices if choice.mailbox]
     writing_s = 0.0 if end.first_s is None else end.whole_s - end.first_s
     fields: Fields = {
         **_asked(request),
-        "trace_id": f"{trace_id:032x}" if trace_id else None,
+        "trace_id": f"{end.trace_id:032x}" if end.trace_id else None,
         "status": end.status,
         "outcome": end.outcome,
         "finish_reasons": [REASONS.get(choice.text.finish_reason, "error") for choice in answer.choices],
