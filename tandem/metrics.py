@@ -38,11 +38,11 @@ class Series:
         return f"{self.name}_total" if self.kind is MetricKind.COUNTER else self.name
 
     def counter_tally(self, registry: CollectorRegistry) -> CounterTally:
-        """For one thread."""
+        """For one thread, or one at a time."""
         return CounterTally(self, registry)
 
     def histogram_tally(self, registry: CollectorRegistry) -> HistogramTally:
-        """For one thread."""
+        """For one thread, or one at a time."""
         return HistogramTally(self, registry)
 
     def counter(self, registry: CollectorRegistry) -> Counter:

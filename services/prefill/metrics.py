@@ -47,24 +47,26 @@ class TransferMetrics:
         """`labels`: values of WORKER_LABELS."""
         self._registry, self._labels = registry, tuple(labels)
         self._peer = CappedValues(MAX_PEERS)
-        self._seconds = TRANSFERS["tandem_transfer_seconds"].histogram(registry)
-        self._exposed = TRANSFERS["tandem_transfer_exposed_seconds"].histogram(registry)
-        self._bytes = TRANSFERS["tandem_transfer_bytes"].counter(registry)
-        self._failures = TRANSFERS["tandem_transfer_failures"].counter(registry)
+        self._seconds = TRANSFERS["tandem_transfer_seconds"].histogram_tally(registry)
+        self._exposed = TRANSFERS["tandem_transfer_exposed_seconds"].histogram_tally(registry)
+        self._bytes = TRANSFERS["tandem_transfer_bytes"].counter_tally(registry)
+        self._failures = TRANSFERS["tandem_transfer_failures"].counter_tally(registry)
         self._moved: dict[str, Moved] = {}
         self._lock = Lock()
 
     def landed(self, peer: str, transport: str, num_bytes: int, seconds: Seconds) -> None:
         """The peer has verified all of a transfer's frames."""
-        pair = *self._labels, self._peer(peer), transport
-        self._seconds.labels(*pair).observe(seconds.whole)
-        self._bytes.labels(*pair).inc(num_bytes)
-        self._exposed.labels(*self._labels, transport).observe(seconds.exposed)
-        self._add(peer, Moved(num_bytes, 1, seconds.pushed + seconds.exposed))
+        with self._lock:
+            pair = *self._labels, self._peer(peer), transport
+            self._seconds.labels(*pair).observe(seconds.whole)
+            self._bytes.labels(*pair).inc(num_bytes)
+            self._exposed.labels(*self._labels, transport).observe(seconds.exposed)
+            self._add(peer, Moved(num_bytes, 1, seconds.pushed + seconds.exposed))
 
     def failed(self, peer: str, transport: str, code: str) -> None:
-        self._failures.labels(*self._labels, self._peer(peer), transport, code).inc()
-        self._add(peer, Moved(failures=1))
+        with self._lock:
+            self._failures.labels(*self._labels, self._peer(peer), transport, code).inc()
+            self._add(peer, Moved(failures=1))
 
     def moved_to(self, peer: str) -> Moved:
         """Since this worker started; of peers beyond MAX_PEERS, together."""
@@ -72,9 +74,8 @@ class TransferMetrics:
             return self._moved.get(self._peer(peer), Moved())
 
     def _add(self, peer: str, moved: Moved) -> None:
-        with self._lock:
-            name = self._peer(peer)
-            self._moved[name] = self._moved.get(name, Moved()) + moved
+        name = self._peer(peer)
+        self._moved[name] = self._moved.get(name, Moved()) + moved
 
     def watch_links(self, links: Callable[[], Sequence[LinkState]]) -> None:
         self._registry.register(_LinkCollector(links, self._labels))
