@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from threading import Lock
 from typing import Any
 
@@ -23,6 +24,7 @@ from opentelemetry.util.types import Attributes
 MAX_RECORDS = 20_000
 MAX_EVENTS = 2048  # of a span; those before are dropped
 TRACES_PER_S = 20
+UNRECORDED = nullcontext(INVALID_SPAN)
 
 
 class RecentSpans(SpanProcessor):
@@ -127,7 +129,7 @@ class _SparingTracer(Tracer):
 
     def start_as_current_span(self, name: str, context: Context | None = None, *others: Any, **options: Any) -> Any:
         if self._is_spared(context):
-            return trace.use_span(INVALID_SPAN)
+            return UNRECORDED if context is None else trace.use_span(INVALID_SPAN)
         return self._tracer.start_as_current_span(name, context, *others, **options)
 
     def _is_spared(self, context: Context | None) -> bool:
