@@ -6,6 +6,7 @@ Costs are in tokens throughout. `pair` names two parties that share: classes, or
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -331,3 +332,28 @@ def test_tenants_with_nothing_owed_are_forgotten() -> None:
         queue.push(work(tenant=f"t{i}"))
         queue.correct(queue.take())
     assert len(queue._classes[INTERACTIVE].tenants) < 1000
+
+
+@given(st.lists(st.tuples(works, st.booleans(), st.booleans())), st.lists(works))
+def test_what_passes_an_empty_queue_is_charged_as_if_it_had_waited(
+    passed: list[tuple[Work, bool, bool]], then: list[Work]
+) -> None:
+    one, other = queue_of(TENANTS), queue_of(TENANTS)
+    for came, passes, ends in passed:
+        for queue, by_itself in ((one, passes), (other, False)):
+            queued = replace(came)
+            if by_itself:
+                queue.pass_through(queued)
+            else:
+                queue.push(queued)
+                assert queue.take() is queued
+            assert not queue
+            if ends:
+                queue.correct(queued)
+        assert (one.check_integrity(), other.check_integrity()) == ([], [])
+    for waiting in then:
+        one.push(replace(waiting))
+        other.push(replace(waiting))
+    assert [(w.tenant, w.priority_class, w.arrival) for w in taken(one)] == [
+        (w.tenant, w.priority_class, w.arrival) for w in taken(other)
+    ]

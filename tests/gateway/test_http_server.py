@@ -10,10 +10,11 @@ import httpx
 import pytest
 from starlette.types import Message, Scope
 
+from services.gateway.deadlines import Deadlines
 from services.gateway.errors import TimedOut
 from services.gateway.http import HttpServer
 from services.gateway.http.connections import SINCE_S
-from services.gateway.http.exchange import Exchange
+from services.gateway.http.exchange import WATCH_S, Exchange
 
 pytestmark = pytest.mark.fast
 
@@ -86,3 +87,62 @@ async def test_an_end_that_the_client_did_not_read_is_not_followed_by_another() 
             await exchange.close()
     await exchange.fail(TimedOut("the request's deadline passed"), {})
     assert sent == [False]
+
+
+class Watching:
+    """An app that reads a body and watches for its client, by an Exchange whose messages are counted."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+        self.read, self.left = asyncio.Event(), asyncio.Event()
+        self.waits_for_end = False
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        async def counted() -> Any:
+            self.asked.append(asyncio.get_running_loop().time())
+            return await receive()
+
+        exchange = Exchange(scope, counted, send, lambda: "id", lambda: False)
+        assert await exchange.body(100, 5.0, Deadlines()) == b"12345"
+        exchange.watch_left(self.left.set)
+        self.read.set()
+        if self.waits_for_end:
+            await self.left.wait()
+        exchange.abandon()
+        await app(scope, receive, send)
+
+
+REQUEST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n12345"
+
+
+async def test_a_short_request_takes_one_message_and_its_connection_the_next_one() -> None:
+    watching = Watching()
+    server = HttpServer(watching, "127.0.0.1", 0, False, header_timeout_s=5.0)
+    await server.start()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for number in range(3):
+            writer.write(REQUEST)
+            async with asyncio.timeout(5.0):
+                assert b" 204 " in await reader.readuntil(b"\r\n\r\n")
+            assert len(watching.asked) == number + 1
+        writer.close()
+    finally:
+        await server.stop()
+
+
+async def test_a_client_that_leaves_at_once_is_missed_a_moment_later() -> None:
+    watching = Watching()
+    watching.waits_for_end = True
+    server = HttpServer(watching, "127.0.0.1", 0, False, header_timeout_s=5.0)
+    await server.start()
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(REQUEST)
+        async with asyncio.timeout(5.0):
+            await watching.read.wait()
+            writer.close()
+            await watching.left.wait()
+        assert watching.asked[1] >= watching.asked[0] + WATCH_S * 0.9
+    finally:
+        await server.stop()

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from tandem.process import telemetry
-from tandem.process.recent_spans import TraceSampling
+from tandem.process.recent_spans import SparingProvider, TraceSampling
 
 
 def under(sampled: bool, is_remote: bool = True) -> Context:
@@ -70,3 +70,26 @@ def test_a_trace_that_is_larger_than_the_memory_is_forgotten_whole() -> None:
     recent = telemetry.RecentSpans(max_records=10)
     recent.on_end(ended("a", 20))
     assert recent.find({"name": "a"}) is None
+
+
+def test_of_a_trace_that_nobody_records_no_span_is_made() -> None:
+    now = [0.0]
+    spans = SparingProvider(TraceSampling(2, begins=True, now=lambda: now[0])).get_tracer("t")
+    made = [spans.start_span("root", Context()) for _ in range(3)]
+    assert [span.is_recording() for span in made] == [True, True, False]
+    assert made[-1] is trace.INVALID_SPAN
+    child = spans.start_span("child", trace.set_span_in_context(made[0], Context()))
+    assert child.is_recording()
+    now[0] = 1.5
+    assert spans.start_span("root", Context()).is_recording()
+
+
+def test_a_worker_makes_spans_under_its_gateway_s_alone() -> None:
+    spans = SparingProvider(TraceSampling(2, begins=False, now=lambda: 0.0)).get_tracer("t")
+    with spans.start_as_current_span("alone") as span:
+        assert span is trace.INVALID_SPAN
+    with spans.start_as_current_span("under", under(sampled=True)) as span:
+        assert span.is_recording()
+        assert trace.get_current_span() is span
+    with spans.start_as_current_span("under", under(sampled=False)) as span:
+        assert not span.is_recording()
