@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import Exemplar, HistogramMetricFamily
@@ -59,19 +59,30 @@ class BucketCounts:
         family.add_metric(labels, [(*one, found[at]) if at in found else one for at, one in counts], self._sum)
 
 
-class CounterTally(Collector):
-    """A counter, by the values of its labels."""
+Cell = TypeVar("Cell", Count, BucketCounts)
+
+
+class _Tally(Collector, Generic[Cell]):
+    """A series, by the values of its labels."""
 
     def __init__(self, series: Series, registry: CollectorRegistry) -> None:
         self._series = series
-        self._found: dict[tuple[str, ...], Count] = {}
+        self._found: dict[tuple[str, ...], Cell] = {}
         registry.register(self)
 
-    def labels(self, *values: str) -> Count:
+    def labels(self, *values: str) -> Cell:
         if (found := self._found.get(values)) is None:
             assert len(values) == len(self._series.labels), f"{self._series.name} has labels {self._series.labels}"
-            found = self._found[values] = Count()
+            found = self._found[values] = self._make()
         return found
+
+    def _make(self) -> Cell:
+        raise NotImplementedError
+
+
+class CounterTally(_Tally[Count]):
+    def _make(self) -> Count:
+        return Count()
 
     def describe(self) -> Iterator[Metric]:
         yield self._series.family()
@@ -83,19 +94,9 @@ class CounterTally(Collector):
         yield family
 
 
-class HistogramTally(Collector):
-    """A histogram, by the values of its labels."""
-
-    def __init__(self, series: Series, registry: CollectorRegistry) -> None:
-        self._series = series
-        self._found: dict[tuple[str, ...], BucketCounts] = {}
-        registry.register(self)
-
-    def labels(self, *values: str) -> BucketCounts:
-        if (found := self._found.get(values)) is None:
-            assert len(values) == len(self._series.labels), f"{self._series.name} has labels {self._series.labels}"
-            found = self._found[values] = BucketCounts(self._series)
-        return found
+class HistogramTally(_Tally[BucketCounts]):
+    def _make(self) -> BucketCounts:
+        return BucketCounts(self._series)
 
     def describe(self) -> Iterator[Metric]:
         yield self._series.histogram_family()

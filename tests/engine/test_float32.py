@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import os
 import random
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from tandem import native
 from tandem.engine.float32 import INSTRUCTIONS, WIDER, Float32Kernels, StepRows, float32_kernels, library_path
 from tandem.engine.float32.kernels import SOURCE
 from tandem.engine.models import linear
+from tests.engine.compiling import SANITIZE, check_no_warning, watched
 
 THREADS = (1, 2, 5)
 # Inputs and outputs: below, at and beside vectors, tiles, the depth of a sum and pieces of threads.
@@ -140,13 +140,9 @@ def test_torch_alone_comes_to_nearly_the_same(kernels: Float32Kernels) -> None:
 def test_the_source_compiles_without_a_warning(
     compiler: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(native, "compilers", lambda: [compiler])
-    for also in ((), WIDER):
-        machine = [native.machine_flag(name) for name in (*INSTRUCTIONS, *also)]
-        native.compile_library(SOURCE, ["-O1", "-Wall", "-Wextra", "-Werror", *machine], tmp_path / "kernels.so")
+    check_no_warning(monkeypatch, compiler, SOURCE, [INSTRUCTIONS, (*INSTRUCTIONS, *WIDER)], tmp_path)
 
 
-SANITIZE = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 SANITIZED = """
 import ctypes, gc, pathlib, sys
 gc.disable()  # imports are slow enough
@@ -171,12 +167,9 @@ def test_sanitizers_find_what_is_wrong(wrong: bool, tmp_path: Path) -> None:
     gcc = shutil.which("gcc")
     if gcc is None or not native.cpu_instructions().issuperset(INSTRUCTIONS):
         pytest.skip("no CPU with AVX2, or no gcc")
-    named = (subprocess.check_output([gcc, f"-print-file-name=lib{name}.so"], text=True) for name in ("asan", "ubsan"))
-    preloaded = " ".join(line.strip() for line in named)
     for cpu in (INSTRUCTIONS, (*INSTRUCTIONS, *WIDER)):
         library_path(tmp_path, SANITIZE, cpu={*cpu})  # here, where the compiler itself is not watched
-    environment = os.environ | {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0"}
     command = [sys.executable, "-c", SANITIZED, str(tmp_path), *["wrong"] * wrong]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=watched(gcc), capture_output=True, text=True, timeout=280)
     assert ("AddressSanitizer: " in done.stderr) == wrong, done.stderr[-4000:]
     assert bool(done.returncode) == wrong, done.stderr[-4000:]

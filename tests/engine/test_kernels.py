@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 import random
 import shutil
 import subprocess
@@ -37,6 +36,7 @@ from tandem.engine.kernels.packed import SCALE_TYPES, PackedWeight
 from tandem.engine.kv.kv_cache import opened, row_size, write_kv
 from tandem.engine.models import Decoder, ModelConfig, read_model_config, rms_norm
 from tandem.engine.quantization.quantization import QuantizedWeight, quantize
+from tests.engine.compiling import SANITIZE, check_no_warning, watched
 from tests.engine.tiny import SIZES, VOCAB, can_compile, greedy, make_engine, prompt_of, run, sampled, tokens
 
 WIDE = SIZES | {"hidden_size": 64, "intermediate_size": 160, "head_dim": 32, "max_position_embeddings": 256}
@@ -355,11 +355,7 @@ def test_an_operation_that_the_kernels_do_not_know_is_left_to_torch(tmp_path: Pa
 def test_the_source_compiles_without_a_warning(
     compiler: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(native, "compilers", lambda: [compiler])
-    for also in ((), AMX):
-        flags = ["-O1", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
-        machine = [native.machine_flag(name) for name in (*INSTRUCTIONS, *also)]
-        native.compile_library(SOURCE, [*flags, *machine], tmp_path / "kernels.so")
+    check_no_warning(monkeypatch, compiler, SOURCE, [INSTRUCTIONS, (*INSTRUCTIONS, *AMX)], tmp_path)
 
 
 SANITIZED = """
@@ -368,7 +364,6 @@ gc.disable()  # imports are slow enough
 from tandem.engine.kernels import load_library
 library = load_library(pathlib.Path(sys.argv[1]), flags=sys.argv[3:])
 """
-SANITIZE = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 AS_THEY_ARE = """
 from tests.engine import test_kernels, test_sampler
 for number, sizes in enumerate(test_kernels.SHAPES[3:6:2]):
@@ -394,9 +389,7 @@ def sanitizers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path]
     gcc, cache = shutil.which("gcc"), tmp_path_factory.mktemp("sanitized")
     if gcc is None or not can_compile():
         pytest.skip("no CPU with AVX512-BF16, or no gcc")
-    named = (subprocess.check_output([gcc, f"-print-file-name=lib{name}.so"], text=True) for name in ("asan", "ubsan"))
-    preloaded = " ".join(line.strip() for line in named)
-    environment = os.environ | {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0"}
+    environment = watched(gcc)
     library_path(cache, flags=SANITIZE)  # here, where the compiler itself is not watched
 
     def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +13,7 @@ from grpc import aio
 from structlog.testing import capture_logs
 
 from services.gateway import Gateway
+from services.gateway.__main__ import _dumps
 from services.gateway.generation.record import AT_ONCE, RequestRecords
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.conftest import eventually
@@ -69,3 +72,8 @@ async def test_records_are_written_together_and_few_wait() -> None:
             assert len(logs) == (AT_ONCE if number + 1 >= AT_ONCE else 0)
         records.write()  # as at a gateway's end
     assert [line["request_id"] for line in logs] == [str(number) for number in range(AT_ONCE + 1)]
+
+
+@pytest.mark.parametrize("value", [1, "é", 2**70, "\ud800", {"deep": [1.5, None]}], ids=repr)
+def test_a_log_line_says_what_json_says(value: Any) -> None:
+    assert json.loads(_dumps({"value": value, "other": Path("/x")}, str)) == {"value": value, "other": "/x"}
