@@ -20,16 +20,18 @@ from tandem.checkpoints.model_files import (
     ContextFile,
     GenerationFile,
     ModelFile,
-    end_tokens,
     read_bytes,
     read_file,
 )
 from tandem.checkpoints.model_path import ModelPath
 from tandem.checkpoints.pooling import PoolingRule, read_pooling
+from tandem.checkpoints.special_tokens import end_tokens, read_tokenizer_config, special_tokens
 from tandem.checkpoints.text_files import (
     MAX_TEXT_BYTES,
     TEXT_FILES,
+    TOOL_TEMPLATE,
     TextFiles,
+    is_fingerprint,
     text_file,
     text_fingerprint,
 )
@@ -41,6 +43,7 @@ __all__ = [
     "MAX_TEXT_BYTES",
     "TENSORS_FILE",
     "TEXT_FILES",
+    "TOOL_TEMPLATE",
     "WEIGHTS_FILE",
     "WHEELS",
     "ContextFile",
@@ -58,6 +61,7 @@ __all__ = [
     "fetch_files",
     "find_model",
     "held_weights",
+    "is_fingerprint",
     "is_hub_name",
     "is_name",
     "machine_memory",
@@ -65,6 +69,8 @@ __all__ = [
     "read_bytes",
     "read_file",
     "read_pooling",
+    "read_tokenizer_config",
+    "special_tokens",
     "text_file",
     "text_fingerprint",
     "wanted_files",

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BESIDE_WEIGHTS = (
-    "config.json", GENERATION_FILE, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    "config.json", GENERATION_FILE, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
     "model.safetensors.index.json", "modules.json", "1_Pooling/config.json",
 )  # fmt: skip
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")

@@ -28,11 +28,11 @@ class ModelFile(BaseModel):
     )
 
 
-class _Ends(ModelFile):
+class EndsFile(ModelFile):
     eos_token_id: TokenId | list[TokenId] | None = None
 
 
-class ContextFile(_Ends):
+class ContextFile(EndsFile):
     """The part of config.json that those need who have no weights."""
 
     max_position_embeddings: int = Field(ge=1, lt=2**31)
@@ -41,7 +41,7 @@ class ContextFile(_Ends):
 _defaults: dict[str, Any] = {name: (TYPES[name] | None, None) for name in OF_MODEL}
 _defaults["max_new_tokens"] = (Annotated[int, Field(ge=1, lt=2**31)] | None, None)
 # With the sampling parameters that a request which says nothing gets.
-GenerationFile = create_model("GenerationFile", __base__=_Ends, **_defaults)
+GenerationFile = create_model("GenerationFile", __base__=EndsFile, **_defaults)
 F = TypeVar("F", bound=ModelFile)
 
 
@@ -80,17 +80,3 @@ def parsed(kind: type[F], data: bytes, file: Path) -> F:
             raise ValueError(f"{file}: {field} is missing") from None
         said = problem["msg"][0].lower() + problem["msg"][1:]
         raise ValueError(f"{file}: {field}: {said}" if field else f"{file}: {said}") from None
-
-
-def end_tokens(folder: Path) -> tuple[int, ...]:
-    """The model's end-of-text ids: of generation_config.json, else of config.json.
-
-    Raises:
-        ValueError: one of them is malformed.
-    """
-    for name in (GENERATION_FILE, "config.json"):
-        file = folder / name
-        ids = read_file(_Ends, file).eos_token_id if file.is_file() else None
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()

@@ -10,6 +10,7 @@ What is kept lies in <cache>/tandem/models/<fingerprint>, the cache being XDG_CA
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -20,7 +21,12 @@ from pathlib import Path
 from tandem.checkpoints.model_files import GENERATION_FILE, ContextFile, read_bytes, read_file
 
 CONFIG = "config.json"
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_FILE, CONFIG)
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", TOOL_TEMPLATE,
+    GENERATION_FILE, CONFIG,
+)  # fmt: skip
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 # Without these a gateway cannot serve a model.
 NEEDED = ("tokenizer.json", CONFIG)
 MAX_TEXT_BYTES = 128 * 2**20  # of all of them
@@ -48,6 +54,11 @@ def text_fingerprint(folder: Path) -> str:
     return _fingerprint({name: data for name in TEXT_FILES if (data := text_file(folder, name)) is not None})
 
 
+def is_fingerprint(text: str) -> bool:
+    """True if a text can be the name of files; what others register may be anything."""
+    return _FINGERPRINT.fullmatch(text) is not None
+
+
 class TextFiles:
     """Those of other machines' models, kept on this one's disk. Damage is noticed: a folder is verified when found."""
 
@@ -55,9 +66,11 @@ class TextFiles:
         self._cache = cache or _user_cache()
 
     def find(self, fingerprint: str) -> Path | None:
+        if not is_fingerprint(fingerprint):
+            return None
         folder = self._cache / fingerprint
         with suppress(OSError, ValueError):
-            if fingerprint and text_fingerprint(folder) == fingerprint:
+            if text_fingerprint(folder) == fingerprint:
                 return folder
         shutil.rmtree(folder, ignore_errors=True)
         return None
@@ -78,6 +91,7 @@ class TextFiles:
             made = Path(tempfile.mkdtemp(prefix=".", dir=self._cache))
         try:
             for name, data in files.items():
+                (made / name).parent.mkdir(exist_ok=True)
                 (made / name).write_bytes(data)
             with suppress(OSError):  # another process has just kept the same
                 made.rename(self._cache / fingerprint)

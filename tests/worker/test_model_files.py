@@ -59,7 +59,7 @@ async def test_a_gateway_has_what_its_worker_has(folder: Path, folders: ModelFol
     service = ModelFilesService(folder)
     async with serving(service) as address:
         found = await folders.folder(service.fingerprint, [address])
-        assert {f.name: f.read_bytes() for f in found.iterdir()} == {n: text_file(folder, n) for n in TEXT_FILES}
+        assert {n: text_file(found, n) for n in TEXT_FILES} == {n: text_file(folder, n) for n in TEXT_FILES}
     assert await folders.folder(service.fingerprint, []) == found  # it needs no worker any more
     ours, theirs = ServedModel.load(found, "tiny", 0), ServedModel.load(folder, "tiny", 0)
     assert await ours.tokenizer.encode("once upon", True) == await theirs.tokenizer.encode("once upon", True)

@@ -1,0 +1,125 @@
+"""The special tokens that a model's folder names, as transformers finds them, and those that end an answer.
+
+tokenizer_config.json     `*_token`, and those that `extra_special_tokens` gives a name
+special_tokens_map.json   goes before it, where tokenizer_config.json lists no added tokens
+generation_config.json    ids that end an answer, else those of config.json; beside them the tokenizer's eos_token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import ConfigDict
+
+from tandem.checkpoints.model_files import GENERATION_FILE, EndsFile, ModelFile, read_bytes, read_file
+
+TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+EOS = "eos_token"
+
+
+class _NamedTemplate(ModelFile):
+    name: str
+    template: str
+
+
+class _AddedToken(ModelFile):
+    content: str
+
+
+class TokenizerConfigFile(ModelFile):
+    """tokenizer_config.json, whose other fields may be special tokens."""
+
+    model_config = ConfigDict(extra="allow")
+
+    chat_template: str | list[_NamedTemplate] | None = None
+    added_tokens_decoder: dict[str, _AddedToken] | None = None
+    extra_special_tokens: Any = None
+
+
+class _TokensFile(ModelFile):
+    model_config = ConfigDict(extra="allow")
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Returns texts by role: bos_token, eos_token, and others that a chat template may name.
+
+    Raises:
+        OSError, ValueError: a file cannot be read.
+    """
+    config = read_tokenizer_config(folder)
+    found = _texts(config.model_extra or {})
+    if isinstance(config.extra_special_tokens, dict):
+        found |= _texts({name: text for name, text in config.extra_special_tokens.items() if name.endswith("_token")})
+    if config.added_tokens_decoder is None and (file := folder / SPECIAL_TOKENS).is_file():
+        found |= _texts(read_file(_TokensFile, file).model_extra or {})
+    return found
+
+
+def end_tokens(folder: Path, token_to_id: Callable[[str], int | None] | None = None) -> tuple[int, ...]:
+    """Returns the ids that end an answer of the model.
+
+    Args:
+        token_to_id: the model's tokenizer's; without it the id is read from the folder.
+
+    Raises:
+        OSError, ValueError: a file cannot be read.
+    """
+    found = _configured(folder)
+    if text := special_tokens(folder).get(EOS):
+        own = token_to_id(text) if token_to_id else _id_of(folder, text)
+        if own is not None and own not in found:
+            found = (*found, own)
+    return found
+
+
+def read_tokenizer_config(folder: Path) -> TokenizerConfigFile:
+    """Returns the folder's tokenizer_config.json, empty where there is none.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    file = folder / TOKENIZER_CONFIG
+    return read_file(TokenizerConfigFile, file) if file.is_file() else TokenizerConfigFile()
+
+
+def _configured(folder: Path) -> tuple[int, ...]:
+    for name in (GENERATION_FILE, "config.json"):
+        file = folder / name
+        ids = read_file(EndsFile, file).eos_token_id if file.is_file() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
+def _texts(said: Mapping[str, Any]) -> dict[str, str]:
+    """Returns those of the tokens that are text, or an object with `content`."""
+    found = {}
+    for name, value in said.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _id_of(folder: Path, text: str) -> int | None:
+    for key, token in (read_tokenizer_config(folder).added_tokens_decoder or {}).items():
+        if token.content == text and key.isdecimal():
+            return int(key)
+    file = folder / TOKENIZER
+    return _id_in(file, text) if file.is_file() else None
+
+
+def _id_in(file: Path, text: str) -> int | None:
+    """Returns a token's id in a tokenizer.json: of its added tokens, else of its model's words."""
+    try:
+        said = orjson.loads(read_bytes(file))
+        found = next((one["id"] for one in said.get("added_tokens") or () if one["content"] == text), None)
+        words = said["model"].get("vocab")
+    except (KeyError, TypeError, AttributeError, orjson.JSONDecodeError) as error:
+        raise ValueError(f"{file}: {type(error).__name__}: {error}") from None
+    if found is None and isinstance(words, dict):
+        found = words.get(text)
+    return found if isinstance(found, int) and 0 <= found < 2**31 else None
