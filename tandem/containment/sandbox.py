@@ -37,7 +37,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import structlog
 
-from tandem.containment.sandboxed import DIED, RAISED, REPLY, Bounds, head_of
+from tandem.containment.sandboxed import DIED, LEAVES, RAISED, REPLY, STAYS, Bounds, head_of
 from tandem.process import dying_with_parent
 
 T = TypeVar("T")
@@ -99,10 +99,14 @@ class Sandbox:
     Args:
         preload: modules that the helper imports before its first call, and once.
         bounds: of calls that bring none.
+        stays: a fork serves many calls, which is quick. Then one caller has one lane at a time, whatever it does to it.
     """
 
-    def __init__(self, preload: Sequence[str] = (), bounds: Bounds | None = None, lanes: int = LANES) -> None:
+    def __init__(
+        self, preload: Sequence[str] = (), bounds: Bounds | None = None, lanes: int = LANES, stays: bool = False
+    ) -> None:
         self._preload, self._bounds, self._lanes = tuple(preload), bounds or Bounds(), lanes
+        self._stays, self._served = stays, set[str]()
         self._queues: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         self._arrived = asyncio.Event()
         self._lost: list[_Waiting] = []
@@ -114,7 +118,7 @@ class Sandbox:
         Raises:
             CallFailed
         """
-        if len(self._queues.get(caller, ())) >= MAX_WAITING or len(self._queues) >= MAX_CALLERS:
+        if not self._stays and self._is_full(caller):
             raise SandboxBusy("too many calls wait for the helper process")
         loop = asyncio.get_running_loop()
         payload, future = pickle.dumps((function, args), protocol=5), loop.create_future()
@@ -127,6 +131,9 @@ class Sandbox:
             return result
         finally:
             waiting.giving_up.cancel()
+
+    def _is_full(self, caller: str) -> bool:
+        return len(self._queues.get(caller, ())) >= MAX_WAITING or len(self._queues) >= MAX_CALLERS
 
     async def run(self) -> None:
         """Serve for ever; a helper that is lost is replaced. Ends the helper when it is cancelled."""
@@ -150,7 +157,7 @@ class Sandbox:
         async with AsyncExitStack() as stack:
             ends = [self._pair(stack) for _ in range(self._lanes)]
             theirs = [their.fileno() for _, their in ends]
-            arguments = ",".join(map(str, theirs)), *self._preload
+            arguments = ",".join(map(str, theirs)), STAYS if self._stays else LEAVES, *self._preload
             process = _started(theirs, arguments)
             ended = _end_of(process)
             stack.push_async_callback(_end, process, ended)
@@ -172,12 +179,15 @@ class Sandbox:
         """One lane, until the helper is lost."""
         while True:
             waiting = await self._next()
+            self._served.add(waiting.caller)
             try:
                 async with asyncio.timeout(waiting.bounds.wall_s + GRACE_S):
                     reply = await _exchange(reader, writer, waiting.payload, waiting.bounds)
             except BaseException:
                 self._lost_with(waiting)
                 raise
+            finally:
+                self._served.discard(waiting.caller)
             _settle(waiting.result, reply)
 
     def _lost_with(self, waiting: _Waiting) -> None:
@@ -197,18 +207,24 @@ class Sandbox:
         self._lost.clear()
 
     async def _next(self) -> _Waiting:
-        """The next caller's next call."""
+        """Returns the next caller's next call."""
         while True:
-            while not self._queues:
+            while (caller := self._next_caller()) is None:
                 self._arrived.clear()
                 await self._arrived.wait()
-            caller, calls = self._queues.popitem(last=False)
+            calls = self._queues.pop(caller)
             waiting = calls.popleft()
             if calls:
                 self._queues[caller] = calls
             if not waiting.result.done():
                 waiting.giving_up.cancel()
                 return waiting
+
+    def _next_caller(self) -> str | None:
+        """Returns the one that has waited longest for its turn, and may have a lane."""
+        if not self._stays:
+            return next(iter(self._queues), None)
+        return next((caller for caller in self._queues if caller not in self._served), None)
 
 
 async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, payload: bytes, bounds: Bounds) -> Any:

@@ -7,6 +7,9 @@
 The owner has one call at a time on a lane. If a fork dies while it reads one, or replies, nobody knows where on its
 lane the next call or reply begins: the helper ends with it, and its owner starts another.
 
+For calls that must be quick a fork may stay for many of them: it keeps what they have cached, and the first that harms
+it is its last.
+
 A fork bounds itself before it runs its call: CPU and wall-clock time by timers whose signals end it, memory by an
 rlimit, stack by the size of the thread that the call runs on. This file imports no more than that needs.
 """
@@ -30,38 +33,49 @@ from pathlib import Path
 from typing import Any
 
 MiB = 2**20
-_CALL = struct.Struct("!QddQQ")
+_CALL = struct.Struct("!QddQQ?")
 REPLY = struct.Struct("!Q")
 RETURNED, RAISED, DIED = "returned", "raised", "died"
+STAYS, LEAVES = "stays", "leaves"  # of a fork, after a call
 _LIBC = ctypes.CDLL(None)
 _OWNER_IS_GONE = 86
 # Below the owner: who burns a whole core in a call still does not take it from those whose tokens pass there.
 _NICE = 5
+# A fork that stays is replaced after as many calls, lest what they leave behind adds up.
+_MOST_CALLS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of one call. `memory_bytes` is on top of what the helper has imported."""
+    """Bounds of one call.
+
+    Args:
+        memory_bytes: on top of what the helper has imported.
+        is_last: a fork that stays for many calls ends with this one, and so does what it has cached.
+    """
 
     cpu_s: float = 4.0
     wall_s: float = 30.0  # for a machine so busy that `cpu_s` takes so long
     memory_bytes: int = 512 * MiB
     stack_bytes: int = 16 * MiB
+    is_last: bool = False
 
 
 def head_of(payload: bytes, bounds: Bounds) -> bytes:
     """Head of a call, whose payload is a pickled function and its arguments: size and bounds."""
-    return _CALL.pack(len(payload), bounds.cpu_s, bounds.wall_s, bounds.memory_bytes, bounds.stack_bytes)
+    said = bounds.cpu_s, bounds.wall_s, bounds.memory_bytes, bounds.stack_bytes, bounds.is_last
+    return _CALL.pack(len(payload), *said)
 
 
 def main() -> None:
     lanes = [socket.socket(fileno=int(number)) for number in sys.argv[1].split(",")]
-    os.nice(_NICE)
-    for module in sys.argv[2:]:
+    most_calls = _MOST_CALLS if sys.argv[2] == STAYS else 1
+    os.nice(_NICE if most_calls == 1 else 0)
+    for module in sys.argv[3:]:
         importlib.import_module(module)
     called = mmap.mmap(-1, len(lanes))  # shared with the forks: which of them run one
     gc.freeze()
-    running = {_forked(lanes, index, called): index for index in range(len(lanes))}
+    running = {_forked(lanes, index, called, most_calls): index for index in range(len(lanes))}
     while True:
         pid, status = os.wait()
         index, code = running.pop(pid), os.waitstatus_to_exitcode(status)
@@ -71,11 +85,11 @@ def main() -> None:
             sys.exit(f"a fork of the helper process ended outside its call: {code}")
         if code:
             _reply(lanes[index], pickle.dumps((DIED, code)))
-        running[_forked(lanes, index, called)] = index
+        running[_forked(lanes, index, called, most_calls)] = index
 
 
-def _forked(lanes: list[socket.socket], index: int, called: mmap.mmap) -> int:
-    """A fork that serves one call, and what it is called."""
+def _forked(lanes: list[socket.socket], index: int, called: mmap.mmap, most_calls: int) -> int:
+    """Starts a fork that serves calls; returns its process id."""
     called[index] = 0
     parent = os.getpid()
     if pid := os.fork():
@@ -83,7 +97,7 @@ def _forked(lanes: list[socket.socket], index: int, called: mmap.mmap) -> int:
     code = 1
     try:
         _die_with(parent)
-        code = _serve(lanes[index], index, called)
+        code = _Fork(lanes[index], index, called).serve(most_calls)
     finally:
         os._exit(code)
 
@@ -97,43 +111,79 @@ def _die_with(parent: int) -> None:
         os._exit(_OWNER_IS_GONE)
 
 
-def _serve(lane: socket.socket, index: int, called: mmap.mmap) -> int:
-    head = _received(lane, _CALL.size)
-    if head is None:
-        return _OWNER_IS_GONE
-    size, cpu_s, wall_s, memory, stack = _CALL.unpack(head)
-    payload = _received(lane, size)
-    if payload is None:
-        return _OWNER_IS_GONE
-    called[index] = 1
-    replies: list[bytes] = []
-    threading.stack_size(stack)
-    _limit_memory(memory + stack)
-    signal.setitimer(signal.ITIMER_PROF, cpu_s)
-    signal.setitimer(signal.ITIMER_REAL, wall_s)
-    thread = threading.Thread(target=lambda: replies.append(_outcome(payload)))
-    thread.start()
-    thread.join()
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    called[index] = 0
-    _reply(lane, replies[0])
-    return 0
+class _Fork:
+    """Serves the calls of one lane, each within its own bounds; `called` says which lanes run one."""
+
+    def __init__(self, lane: socket.socket, index: int, called: mmap.mmap) -> None:
+        self._lane, self._index, self._called = lane, index, called
+        self._code, self._used = 1, 0
+
+    def serve(self, most_calls: int) -> int:
+        """Returns the exit status, after so many calls or when its owner is gone.
+
+        All have the stack of the first one.
+        """
+        first = self._received()
+        if first is None:
+            return _OWNER_IS_GONE
+        threading.stack_size(first[1].stack_bytes)
+        self._used = _data_bytes()
+        thread = threading.Thread(target=self._work, args=(first, most_calls))
+        thread.start()
+        thread.join()
+        return self._code
+
+    def _work(self, call: tuple[bytearray, Bounds] | None, most_calls: int) -> None:
+        for left in reversed(range(most_calls)):
+            if call is None:
+                self._code = _OWNER_IS_GONE
+                return
+            if not self._run(*call) or call[1].is_last:
+                break
+            call = self._received() if left else None
+        self._code = 0
+
+    def _run(self, payload: bytearray, bounds: Bounds) -> bool:
+        """Returns False where the call has used up the memory, of which it may have left none to the next one."""
+        self._called[self._index] = 1
+        _limit_memory(self._used + bounds.memory_bytes + bounds.stack_bytes)
+        signal.setitimer(signal.ITIMER_PROF, bounds.cpu_s)
+        signal.setitimer(signal.ITIMER_REAL, bounds.wall_s)
+        reply, lasting = _outcome(payload)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._called[self._index] = 0
+        _reply(self._lane, reply)
+        return lasting
+
+    def _received(self) -> tuple[bytearray, Bounds] | None:
+        """Returns the next call; None where the owner is gone."""
+        head = _received(self._lane, _CALL.size)
+        if head is None:
+            return None
+        size, *bounds = _CALL.unpack(head)
+        payload = _received(self._lane, size)
+        return None if payload is None else (payload, Bounds(*bounds))
 
 
-def _limit_memory(more: int) -> None:
-    statm = Path("/proc/self/statm")
-    used = int(statm.read_text().split()[5]) * resource.getpagesize() if statm.exists() else 0
-    resource.setrlimit(resource.RLIMIT_DATA, (used + more, used + more))
+def _limit_memory(most: int) -> None:
+    """Bounds the data of this process; the next call may have another bound."""
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _outcome(payload: bytes) -> bytes:
+def _data_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[5]) * resource.getpagesize() if statm.exists() else 0
+
+
+def _outcome(payload: bytearray) -> tuple[bytes, bool]:
+    """Returns the reply, and False where the memory was used up."""
     try:
         function, args = pickle.loads(payload)
-        return pickle.dumps((RETURNED, function(*args)), protocol=5)
+        return pickle.dumps((RETURNED, function(*args)), protocol=5), True
     except BaseException as error:
-        return _raised(error)
+        return _raised(error), not isinstance(error, MemoryError)
 
 
 def _raised(error: BaseException) -> bytes:
