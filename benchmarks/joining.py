@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from services.gateway.text import Tokenizer, parts_of
+from services.gateway.text import Tokenizer
+from services.gateway.untrusted import parts_of
 from tests.gateway.tiny_model import large_tokenizer
 
 

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from benchmarks.load import Job, PeerError, closed_loop
 from benchmarks.peers import MeasuredPeer, PeerUnavailable, llama_cpp, tandem, vllm
 from benchmarks.results import throughput
-from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.model import read_template
 from tandem.checkpoints import as_folder, find_model
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
 from tandem.speculative import Speculative
@@ -71,7 +71,7 @@ def prompts(model: Path, count: int) -> list[list[int]]:
 
 def questions(model: Path, count: int) -> list[list[int]]:
     """Chats, by the model's own template, about pieces of a manual and of code, which answers quote."""
-    tokenizer, template = Tokenizer.from_file(str(model / "tokenizer.json")), ChatTemplate.load(model)
+    tokenizer, template = Tokenizer.from_file(str(model / "tokenizer.json")), read_template(model)
     assert template is not None, f"{model} has no chat template"
     manual = (text for _, text in sorted(topics.items()) if len(text) > CHARACTERS)
     pieces = [inspect.getsource(CODE[i // 2 % len(CODE)]) if i % 2 else next(manual) for i in range(count)]

@@ -20,7 +20,9 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from services.gateway.text import ChatTemplate, CheckedIds, Tokenizer
+from services.gateway.model import read_template
+from services.gateway.text import CheckedIds, Tokenizer
+from services.gateway.untrusted import ChatTemplate
 from tandem.checkpoints.gguf import as_folder
 from tandem.checkpoints.hub import find_model
 
@@ -38,7 +40,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31)
     said = parser.parse_args()
     folder = as_folder(find_model(said.model).path)
-    tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
+    tokenizer, template = Tokenizer.load(folder), read_template(folder)
     if template is None:
         raise SystemExit("the model has no chat template")
     table = Table("shared tokens", "new", "whole", "cached", "new text alone", "cached / new text alone")

@@ -23,7 +23,7 @@ from services.gateway import bodies
 from services.gateway.access import Access
 from services.gateway.generation import RequestRecords
 from services.gateway.http import HttpServer, Room, raise_limit
-from services.gateway.model import ModelFolders, ModelReader
+from services.gateway.model import HELPER_MODULES, ModelFolders, ModelReader
 from services.gateway.routing import Router
 from services.gateway.server import Gateway, GatewayPorts, Tune, no_tuning
 from services.gateway.settings import GatewaySettings
@@ -98,15 +98,13 @@ def make_gateway(
         HttpServer, header_timeout_s=settings.header_timeout_s, most=room.http // (1 + settings.shares_ports)
     )
     connect = partial(rpc.channel, security=settings.security)
-    sandbox = Sandbox((*bodies.MODULES, "tandem.grammar"))
+    sandbox, untrusted = Sandbox((*bodies.MODULES, "tandem.grammar")), Sandbox(HELPER_MODULES, stays=True)
     ports = GatewayPorts(
         registry=_registry(settings),
         connect=connect,
-        read_model=ModelReader(settings, ModelFolders(connect, TextFiles()), sandbox, time.time),
+        read_model=ModelReader(settings, ModelFolders(connect, TextFiles()), untrusted, time.time),
         serve=partial(
-            rpc.serve,
-            max_receive_bytes=settings.max_body_bytes,
-            shared_port=settings.shares_ports,
+            rpc.serve, max_receive_bytes=settings.max_body_bytes, shared_port=settings.shares_ports,
             max_connections=room.grpc,
         ),
         serve_http=http,
@@ -117,12 +115,11 @@ def make_gateway(
         pressure=CpuPressure(),
         dead_here=dead_here,
         sandbox=sandbox,
+        helpers=(sandbox, untrusted),
         store=Store(settings.store_url, settings.namespace, STORE_WAIT_S) if settings.store_url else None,
         access=Access(settings.api_keys, settings.share_prefixes),
-        recent=recent or telemetry.RecentSpans(),
-        tune=tune,
-        records=records or RequestRecords(),
-    )
+        recent=recent or telemetry.RecentSpans(), tune=tune, records=records or RequestRecords(),
+    )  # fmt: skip
     return Gateway(settings, ports, make_router)
 
 

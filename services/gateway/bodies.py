@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.gateway.errors import InvalidRequest, Overloaded
-from services.gateway.text import ChatTemplate, CheckedIds, TemplateOptions, TemplateRefused
+from services.gateway.text import CheckedIds
+from services.gateway.untrusted import ChatTemplate, TemplateOptions, TemplateRefused, render
 from tandem.containment import Bounds, CallFailed, Sandbox, SandboxBusy
 
 LARGE = 256 * 1024  # bytes
@@ -130,23 +131,40 @@ def rendered(
     template: ChatTemplate | None,
     bounds: PromptBounds,
 ) -> str:
-    """
+    """Renders messages, in a helper process that has the whole body.
+
     Raises:
         InvalidRequest: the model has no chat template, its template refuses these messages, or they are too long.
+    """
+    try:
+        return render(renderable(messages, options, template, bounds), messages, options, bounds.characters)
+    except TemplateRefused as error:
+        raise InvalidRequest(f"messages: the model's chat template refuses them: {error}", "messages") from None
+
+
+def renderable(
+    messages: Sequence[Mapping[str, Any]],
+    options: TemplateOptions,
+    template: ChatTemplate | None,
+    bounds: PromptBounds,
+) -> ChatTemplate:
+    """Returns the template, if these messages may be rendered at all.
+
+    Raises:
+        InvalidRequest: as `rendered`.
     """
     if options.continue_final_message and options.add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
         )
-    bounds.check_characters(sum(len(message["content"]) for message in messages), "messages")
+    bounds.check_characters(sum(_length(message["content"]) for message in messages), "messages")
     if template is None:
         raise InvalidRequest("the model has no chat template", "messages")
-    try:
-        text = template.render(messages, options)
-    except TemplateRefused as error:
-        raise InvalidRequest(f"messages: the model's chat template refuses them: {error}", "messages") from None
-    bounds.check_characters(len(text), "messages")
-    return text
+    return template
+
+
+def _length(content: str | Sequence[Mapping[str, str]]) -> int:
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
 class LargeBodies:

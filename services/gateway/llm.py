@@ -10,7 +10,7 @@ from typing import Any
 
 from services.gateway.access import ANYONE, Access, Caller, check_tier
 from services.gateway.admission import Admission
-from services.gateway.bodies import Incoming, PromptBounds, Reduce, is_large, rendered
+from services.gateway.bodies import Incoming, PromptBounds, Reduce, is_large
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import InvalidRequest, Unavailable
 from services.gateway.front import FrontDesk
@@ -27,7 +27,8 @@ from services.gateway.generation import (
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel, Via
 from services.gateway.settings import Disaggregation, GatewaySettings
-from services.gateway.text import CheckedIds, TemplateOptions, TooManyTokens
+from services.gateway.text import CheckedIds, TooManyTokens
+from services.gateway.untrusted import TemplateOptions
 from services.gateway.workers import WorkerPool
 from tandem.registry import LiveWorker, ModelKey, Role
 from tandem.sampling import SamplingParams
@@ -143,12 +144,12 @@ class LLM:
             made = iter(await self.model.tokenizer.encode_each(texts))
         return [next(made) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
+    async def render_chat(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
         """
         Raises:
-            InvalidRequest: as `rendered`.
+            GatewayError: as `ModelHelper.render`.
         """
-        return rendered(messages, options, self.model.chat_template, self.bounds)
+        return await self.model.helper.render(self.model.chat_template, messages, options, self.bounds)
 
     @property
     def bounds(self) -> PromptBounds:

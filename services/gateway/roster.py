@@ -19,6 +19,7 @@ from services.gateway.errors import Unavailable
 from services.gateway.front import FrontDesk
 from services.gateway.llm import LLM
 from services.gateway.model import ServedModel
+from tandem.checkpoints import is_fingerprint
 from tandem.registry import LiveWorker, ModelKey, RegistryUnavailable
 
 log = structlog.get_logger(__name__)
@@ -93,7 +94,7 @@ class Roster:
             info = worker.info
             if only and info.model not in only:
                 continue
-            if info.fingerprint:
+            if is_fingerprint(info.fingerprint):
                 found.setdefault(info.key, []).append(info.grpc_address)
             else:
                 problems[info.worker_id] = _nothing_to_read(worker)
@@ -115,8 +116,8 @@ class Roster:
     async def _load(self, key: ModelKey, addresses: Sequence[str]) -> None:
         try:
             model = await self.read(key, addresses)
-        except (Unavailable, OSError, ValueError) as error:
-            why = f"model {key.name}: {error.message if isinstance(error, Unavailable) else error}"
+        except Exception as error:  # whatever is wrong with one model's files, others are served
+            why = f"model {key.name}: {_described(error)}"
             if self.front.problems.get(key.text) != why:
                 log.error("model not served", model=key.name, fingerprint=key.fingerprint, reason=why)
             self.front.problems[key.text] = why
@@ -141,5 +142,13 @@ class Roster:
         log.info("model no longer served", model=key.name, fingerprint=key.fingerprint)
 
 
+def _described(error: Exception) -> str:
+    if isinstance(error, Unavailable):
+        return error.message
+    return str(error) if isinstance(error, OSError | ValueError) else repr(error)
+
+
 def _nothing_to_read(worker: LiveWorker) -> str:
+    if worker.info.fingerprint:
+        return f"{worker.info.worker_id}: {worker.info.fingerprint[:64]!r} is no fingerprint of a model's files"
     return f"{worker.info.worker_id}: its model has no tokenizer.json, or it is of a version that gives none"

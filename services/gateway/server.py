@@ -129,6 +129,7 @@ class GatewayPorts:
     pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
     dead_here: Callable[[str], str] = lambda process: ""  # what this host's kernel says of a worker's process
     sandbox: Sandbox | None = None  # where what clients send is read that could do harm
+    helpers: Sequence[Sandbox] = ()  # all that the gateway runs
     store: Store | None = None  # for what clients ask to be kept; the gateway closes it
     tune: Tune = no_tuning
     records: RequestRecords = field(default_factory=RequestRecords)
@@ -202,8 +203,8 @@ class Gateway:
         self._run(registry.hold_client_lease(starvation.now))
         view = await self._first_view()
         self._run(self._ports.access.run())
-        if self._ports.sandbox:
-            self._run(self._ports.sandbox.run())
+        for helper in self._ports.helpers:
+            self._run(helper.run())
         local = settings.disaggregation is not Disaggregation.REQUIRE
         self._judging = Judging(starvation.now, self._ports.dead_here, decodes_prefill=local)
         self._replica = BlockReplica(registry.block_feed, max_blocks=settings.replica_max_blocks)
@@ -214,9 +215,8 @@ class Gateway:
             await self.front.adapters.refresh()
             await self.front.aliases.refresh()
             await self.front.sleepers.refresh()
-        self._run(self.front.adapters.run())
-        self._run(self.front.aliases.run())
-        self._run(self.front.sleepers.run())
+        for names in (self.front.adapters, self.front.aliases, self.front.sleepers):
+            self._run(names.run())
         self.front.metrics.watch_sleepers(lambda: self.front.sleepers.statuses)
         roster = Roster(self.front, self._ports.read_model, self._make_llm, self._tasks_of)
         self._stack.push_async_callback(roster.close)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.text import ChatTemplate, TemplateRefused
+from services.gateway.model import read_template
+from services.gateway.untrusted import ChatTemplate, TemplateRefused
 
 MESSAGES = [{"role": "user", "content": "Hi <b> 狐"}]
 
@@ -53,11 +54,11 @@ def test_the_reason_is_kept() -> None:
 def test_the_file_beside_wins_over_the_config(tmp_path: Path) -> None:
     config = {"chat_template": "config {{ eos_token }}", "eos_token": {"content": "</s>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    template = ChatTemplate.load(tmp_path)
+    template = read_template(tmp_path)
     assert template is not None
     assert template.render([]) == "config </s>"
     (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}")
-    template = ChatTemplate.load(tmp_path)
+    template = read_template(tmp_path)
     assert template is not None
     assert template.render([]) == "file </s>"
 
@@ -65,19 +66,19 @@ def test_the_file_beside_wins_over_the_config(tmp_path: Path) -> None:
 def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    template = ChatTemplate.load(tmp_path)
+    template = read_template(tmp_path)
     assert template is not None
     assert template.render([]) == "plain"
 
 
 def test_a_model_may_have_none(tmp_path: Path) -> None:
-    assert ChatTemplate.load(tmp_path) is None
+    assert read_template(tmp_path) is None
 
 
 def test_equal_to_transformers(demo_model: Path) -> None:
     from transformers import AutoTokenizer
 
-    ours = ChatTemplate.load(demo_model)
+    ours = read_template(demo_model)
     assert ours is not None
     theirs = AutoTokenizer.from_pretrained(demo_model)
     messages = [{"role": "system", "content": "a\n b"}, {"role": "user", "content": "ü {{ x }}"}]

@@ -14,7 +14,8 @@ from services.gateway.bodies import PromptBounds
 from services.gateway.http.messages import MessagesBody, reduce_messages
 from services.gateway.http.messages.schema import asks_to_cache
 from services.gateway.http.schema import validated
-from services.gateway.text import ChatTemplate, Tokenizer
+from services.gateway.text import Tokenizer
+from services.gateway.untrusted import ChatTemplate
 from tests.gateway.peers import MODEL
 from tests.gateway.tools.test_calls import CALL, PLACE, prompt_in, says
 

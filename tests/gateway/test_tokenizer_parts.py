@@ -14,7 +14,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models
 
 from services.gateway import Gateway, GatewaySettings
-from services.gateway.text import SMALL_BYTES, Tokenizer, parts_of
+from services.gateway.text import Tokenizer
+from services.gateway.untrusted import SMALL_BYTES, parts_of
 from tandem.registry import Registry
 from tests.gateway.conftest import TEXT, eventually
 from tests.gateway.peers import CONTEXT, MODEL, folder_of, peers_on
@@ -80,9 +81,10 @@ def test_an_added_token_whose_id_is_beyond_the_vocabulary_stays(large: Path, tmp
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"model": {"type": "BPE"}}', '{"model": {"type": "BPE", "vocab": [], "merges": 3}}']
 )
-def test_what_is_malformed_is_not_taken_apart(text: str, tmp_path: Path) -> None:
+def test_what_is_malformed_is_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
-    assert parts_of(str(tmp_path / "tokenizer.json")) is None
+    with pytest.raises(ValueError, match=r"tokenizer\.json: Cannot instantiate"):
+        parts_of(str(tmp_path / "tokenizer.json"))
 
 
 def test_another_kind_is_not_taken_apart(tmp_path: Path) -> None:

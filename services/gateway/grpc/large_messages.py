@@ -13,7 +13,7 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.generation import check_prompt, truncated
 from services.gateway.grpc.messages import messages_of, options_of, tools_of
 from services.gateway.model import ModelAsked
-from services.gateway.text import ChatTemplate
+from services.gateway.untrusted import ChatTemplate
 from tandem.grammar import MAX_CHOICES
 from tandem.sampling import INTERNAL, InvalidParameter, SamplingParams, given_in
 from tandem.v1 import llm_pb2

@@ -10,8 +10,8 @@ from google.protobuf.json_format import MessageToDict
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Answer, Delta, Structure, read_speculative
 from services.gateway.model import template_variables
-from services.gateway.text import ROLES, TemplateOptions
 from services.gateway.tools import ToolUse, parsed, read_call, read_tools
+from services.gateway.untrusted import ROLES, TemplateOptions
 from tandem.speculative import Speculative
 from tandem.v1 import llm_pb2
 

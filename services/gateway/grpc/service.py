@@ -245,7 +245,7 @@ async def _prompt(
             return ids, "token_ids", None
         case "messages":
             if not isinstance(read, str):
-                read = llm.render_chat(messages_of(request.messages), options_of(request.messages, use))
+                read = await llm.render_chat(messages_of(request.messages), options_of(request.messages, use))
             reading = plan_reading(llm.model.thoughts, llm.model.calls, use, read)
             return await llm.encode_chat(read, salt), "messages", reading
     raise InvalidRequest("one of prompt, messages or token_ids is required", "prompt")

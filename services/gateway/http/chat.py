@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from services.gateway.bodies import Incoming
 from services.gateway.errors import InvalidRequest
@@ -12,12 +12,16 @@ from services.gateway.http import schema
 from services.gateway.http.format import CheckTurn, Format, Made, Name, ParsedBody, namer, structure_of
 from services.gateway.llm import LLM
 from services.gateway.model import budget_of, template_variables
-from services.gateway.text import ROLES, TemplateOptions, Tokenizer
+from services.gateway.text import Tokenizer
 from services.gateway.tools import Call, CallPart, ReadingPlan, ToolUse, plan_reading, read_call, read_tools
+from services.gateway.untrusted import ROLES, TemplateOptions
 from tandem.v1 import llm_pb2
 
 # What a chat calls sampling parameters.
 NAMES = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
+
+# Text, or parts of text: the template shows which of the two it wants.
+Content: TypeAlias = "str | list[Mapping[str, str]]"
 
 
 async def read_chat(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
@@ -47,7 +51,7 @@ async def parse_chat(
     caller = check_turn(found, found.max_completion_tokens or given.get("max_tokens"))
     use = read_tools(found.tools, found.tool_choice, found.parallel_tool_calls)
     if prompt is None:
-        prompt = llm.render_chat(read_messages(found.messages), template_options(found, use))
+        prompt = await llm.render_chat(read_messages(found.messages), template_options(found, use))
     reading = plan_reading(llm.model.thoughts, llm.model.calls, use, prompt)
     if (logprobs := _logprobs(found)) is not None:
         given["logprobs"] = logprobs
@@ -187,19 +191,19 @@ def _message(message: schema.ChatMessage, param: str) -> Mapping[str, Any]:
     return said | {name: value for name, value in given.items() if value is not None}
 
 
-def _said(message: schema.ChatMessage, role: str, param: str) -> str:
+def _said(message: schema.ChatMessage, role: str, param: str) -> Content:
     """An assistant may have refused, beside its content or in a part of it."""
     if role == "assistant" and message.content is None and message.refusal is not None:
         return message.refusal
     return _content(message.content, f"{param}.content", ("text", "refusal") if role == "assistant" else ("text",))
 
 
-def _content(content: Any, param: str, kinds: Sequence[str]) -> str:
+def _content(content: Any, param: str, kinds: Sequence[str]) -> Content:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise InvalidRequest(f"{param} must be a string or a list of text parts", param)
-    return "\n".join(_part(part, f"{param}[{i}]", kinds) for i, part in enumerate(content))
+    return [{"type": "text", "text": _part(part, f"{param}[{i}]", kinds)} for i, part in enumerate(content)]
 
 
 def _part(part: Any, param: str, kinds: Sequence[str]) -> str:

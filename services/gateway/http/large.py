@@ -13,8 +13,8 @@ from services.gateway.http.chat import read_messages, template_options
 from services.gateway.http.completions import prompts_of
 from services.gateway.http.embeddings import check_embeddings, inputs_of
 from services.gateway.http.scores import take_rerank, take_score
-from services.gateway.text import ChatTemplate
 from services.gateway.tools import read_tools
+from services.gateway.untrusted import ChatTemplate
 
 B = TypeVar("B", bound=schema.Body)
 

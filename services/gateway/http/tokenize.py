@@ -32,8 +32,10 @@ async def tokenize(llm: LLM, body: Incoming, client: Caller) -> dict[str, Any]:
         tokens = await llm.encode(text, "prompt", found.add_special_tokens is not False)
     else:
         options = template_options(found, read_tools(found.tools, None, None))
-        text = llm.render_chat(read_messages(found.messages), options) if body.text is None else body.text
-        tokens = await llm.encode_chat(text, llm.access.cache_salt(body.owner, ""))
+        rendered = body.text
+        if rendered is None:
+            rendered = await llm.render_chat(read_messages(found.messages), options)
+        tokens = await llm.encode_chat(rendered, llm.access.cache_salt(body.owner, ""))
     llm.bounds.check_tokens(len(tokens), "prompt" if found.messages is None else "messages")
     texts = [token_text(llm.model.tokenizer, token) for token in tokens] if found.return_token_strs else None
     return {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": list(tokens), "token_strs": texts}

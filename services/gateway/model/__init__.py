@@ -5,12 +5,17 @@ from services.gateway.model.aliases import SESSION, ModelAsked, ServedAliases, V
 from services.gateway.model.fetch import ModelFolders
 from services.gateway.model.reader import ModelReader
 from services.gateway.model.reasoning import budget_of, template_variables
-from services.gateway.model.served import ServedModel
+from services.gateway.model.rendering import HELPER_MODULES, ModelHelper
+from services.gateway.model.served import CheckedFiles, ServedModel
+from services.gateway.model.template_files import read_template
 
 __all__ = [
+    "HELPER_MODULES",
     "SESSION",
+    "CheckedFiles",
     "ModelAsked",
     "ModelFolders",
+    "ModelHelper",
     "ModelReader",
     "ServedAdapters",
     "ServedAliases",
@@ -18,5 +23,6 @@ __all__ = [
     "Via",
     "budget_of",
     "choose",
+    "read_template",
     "template_variables",
 ]

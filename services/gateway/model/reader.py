@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import structlog
-
 from services.gateway.model.fetch import ModelFolders
-from services.gateway.model.served import ServedModel
+from services.gateway.model.rendering import ModelHelper
+from services.gateway.model.served import CheckedFiles, ServedModel
+from services.gateway.model.template_files import read_template
 from services.gateway.settings import GatewaySettings
-from services.gateway.text import PARTS_LIMITS, SMALL_BYTES, TokenizerParts, parts_of
-from tandem.containment import CallFailed, Sandbox
+from services.gateway.untrusted import SMALL_BYTES, TokenizerParts
+from tandem.containment import Sandbox
 from tandem.process import WorkThreads
 from tandem.registry import ModelKey
-
-log = structlog.get_logger(__name__)
 
 
 class ModelReader:
@@ -24,7 +22,11 @@ class ModelReader:
     def __init__(
         self, settings: GatewaySettings, folders: ModelFolders, sandbox: Sandbox, wall: Callable[[], float]
     ) -> None:
-        """`wall`: Unix seconds."""
+        """
+        Args:
+            sandbox: where what models bring is run; its forks stay.
+            wall: Unix seconds.
+        """
         self._settings, self._folders, self._sandbox, self._wall = settings, folders, sandbox, wall
         self._thread = WorkThreads("model", 1)
         self._serves = False
@@ -32,23 +34,27 @@ class ModelReader:
     async def __call__(self, key: ModelKey, addresses: Sequence[str]) -> ServedModel:
         """
         Raises:
-            Unavailable: no worker gives its files.
-            OSError | ValueError: they are malformed.
+            Unavailable: no worker gives its files, or they could not be checked now.
+            OSError | ValueError: they are malformed, or need more time or memory than they may use.
         """
         folder = await self._folders.folder(key.fingerprint, addresses)
         parsers = self._settings.tool_parser, self._settings.reasoning_parser
-        parts = await self._parts(folder)
-        made = await self._thread.run(ServedModel.load, folder, key.name, int(self._wall()), *parsers, parts)
+        helper = ModelHelper(self._sandbox, key.text)
+        template = await self._thread.run(read_template, folder)
+        if template is not None:
+            template = await helper.checked(template)
+        checked = CheckedFiles(helper, template, await self._parts(helper, folder / "tokenizer.json"))
+        made = await self._thread.run(ServedModel.load, folder, key.name, int(self._wall()), *parsers, checked)
         self._serves = True
         return made
 
-    async def _parts(self, folder: Path) -> TokenizerParts | None:
-        """Before the first model is served nobody waits, and the helper would only take longer."""
-        file = folder / "tokenizer.json"
-        if not self._serves or file.stat().st_size < SMALL_BYTES:
-            return None
-        try:
-            return await self._sandbox.call(parts_of, str(file), bounds=PARTS_LIMITS)
-        except CallFailed as error:
-            log.warning("tokenizer is loaded at once: tokens may be late", file=str(file), reason=str(error))
-            return None
+    async def _parts(self, helper: ModelHelper, file: Path) -> TokenizerParts | None:
+        """Before the first model is served nobody waits, and to take its tokenizer apart would only take longer."""
+        if self._serves and await self._thread.run(_is_large, file):
+            return await helper.tokenizer_parts(file)
+        await helper.check_tokenizer(file)
+        return None
+
+
+def _is_large(file: Path) -> bool:
+    return file.stat().st_size >= SMALL_BYTES

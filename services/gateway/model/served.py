@@ -13,11 +13,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.gateway.model.aliases import Via
-from services.gateway.text import MOST_TOKENS, ChatTemplate, Tokenizer, TokenizerParts
+from services.gateway.model.rendering import ModelHelper
+from services.gateway.model.template_files import read_template
+from services.gateway.text import MOST_TOKENS, Tokenizer
 from services.gateway.tools import FORMATS, TAGS, CallFormat, Tags, detect_format, detect_tags
+from services.gateway.untrusted import ChatTemplate, TokenizerParts
 from tandem.adapters import AdapterRef
 from tandem.checkpoints import ContextFile, GenerationFile, end_tokens, read_file
 from tandem.sampling import OF_MODEL, InvalidParameter, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFiles:
+    """Files that could do harm, once a helper process has checked them.
+
+    Args:
+        parts: the tokenizer.json, where that was taken apart.
+    """
+
+    helper: ModelHelper
+    template: ChatTemplate | None
+    parts: TokenizerParts | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +45,7 @@ class ServedModel:
     defaults: Mapping[str, float]
     max_model_len: int
     created: int  # Unix seconds
+    helper: ModelHelper
     adapter: AdapterRef | None = None
     parent: str = ""  # of an adapter: the model's name
     calls: type[CallFormat] | None = None  # how its calls of tools are written
@@ -41,31 +58,34 @@ class ServedModel:
     @classmethod
     def load(
         cls, folder: Path, name: str, created: int, tool_parser: str = "auto", reasoning_parser: str = "auto",
-        parts: TokenizerParts | None = None,
+        checked: CheckedFiles | None = None,
     ) -> ServedModel:  # fmt: skip
         """
         Args:
             tool_parser, reasoning_parser: a name, "auto" for what the chat template shows, or "none".
-            parts: its tokenizer.json, where that was taken apart.
+            checked: None: the files are trusted, as in a simulation.
 
         Raises:
             FileNotFoundError: the folder lacks tokenizer.json or config.json.
             ValueError: one of them is malformed; names the file and the field.
         """
         generation = folder / "generation_config.json"
-        template = ChatTemplate.load(folder)
+        checked = checked or CheckedFiles(ModelHelper(None, name), read_template(folder), None)
+        template = checked.template
         source = template.source if template else ""
         calls = detect_format(source) if tool_parser == "auto" else tool_parser
         thoughts = detect_tags(source) if reasoning_parser == "auto" else reasoning_parser
         max_model_len = read_file(ContextFile, folder / "config.json").max_position_embeddings
+        tokenizer = Tokenizer.load(folder, max(MOST_TOKENS, max_model_len), checked.parts)
         return cls(
             name=name,
-            tokenizer=Tokenizer.load(folder, max(MOST_TOKENS, max_model_len), parts),
+            tokenizer=tokenizer,
             chat_template=template,
-            eos_token_ids=end_tokens(folder),
+            eos_token_ids=end_tokens(folder, tokenizer.token_id),
             defaults=_defaults(generation) if generation.is_file() else {},
             max_model_len=max_model_len,
             created=created,
+            helper=checked.helper,
             calls=FORMATS.get(calls or ""),
             thoughts=TAGS.get(thoughts or ""),
         )

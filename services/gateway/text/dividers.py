@@ -34,6 +34,8 @@ PRE_TOKENIZERS = frozenset(
 )  # fmt: skip
 PROCESSORS = frozenset({"BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"})
 MODELS = (models.BPE, models.Unigram, models.WordLevel, models.WordPiece)
+# Of the beginnings and ends of all tokens, which are compared: 60,000 tokens of common lengths have fewer.
+MOST_CHARACTERS = 2**25
 # A model with one of these draws its tokens by lot.
 CHANCE = ("dropout", "alpha", "nbest_size")
 
@@ -48,6 +50,8 @@ def dividers_of(tokenizer: tokenizers.Tokenizer) -> list[str]:
     found = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.normalized]
     # A single word is none beside some characters. One that takes the spaces after it does so as well where it leads.
     always = {token.content for token in found if not token.single_word}
+    if sum(len(token.content) ** 2 for token in found) > MOST_CHARACTERS:
+        return []
     return sorted(always - _overlapping(always, [token.content for token in found]))
 
 

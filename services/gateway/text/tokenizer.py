@@ -14,8 +14,8 @@ from services.gateway.text.batches import Batches, Outcome, result
 from services.gateway.text.checked_ids import CheckedIds
 from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from services.gateway.text.dividers import dividers_of
-from services.gateway.text.parts import TokenizerParts
 from services.gateway.text.prefixes import PrefixCache, Untokenized
+from services.gateway.untrusted import TokenizerParts
 from tandem.vocabulary import Vocabulary, as_served, load_tokenizer
 
 # Longer texts are tokenized in batches on a thread: the event loop serves other requests meanwhile.
@@ -91,6 +91,10 @@ class Tokenizer:
     def token_ids(self, mark: str) -> tuple[int, ...]:
         """Token ids of a few characters."""
         return tuple(self._encode_short(mark, False))
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of a token by its name; None where there is none."""
+        return self._tokenizer.token_to_id(token)
 
     def mark(self, text: str) -> str | int:
         """The special token that it is, if it is one: no other token says so then."""

@@ -1,33 +1,26 @@
-"""A model's chat template: messages to the text the model was trained on.
-
-Rendered as Hugging Face does it: a sandboxed Jinja environment with trimmed blocks, `raise_exception`,
-`strftime_now`, `generation`, a `tojson` that leaves characters alone, and the model's bos and eos tokens.
-"""
+"""A model's chat template: messages to the text the model was trained on, rendered as transformers does it."""
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
-from pathlib import Path
-from typing import Any, NoReturn
+from functools import cached_property, lru_cache
+from typing import Any
 
-from jinja2 import Template, TemplateError
-from jinja2.ext import Extension
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic import ConfigDict
+from jinja2 import Template
 
-from services.gateway.text.history import ChatShape
-from tandem.checkpoints import ModelFile, read_bytes, read_file
+from services.gateway.untrusted.environment import compiled
+from services.gateway.untrusted.probing import TemplateFacts, probe
+from services.gateway.untrusted.shapes import ChatShape
 
 # What clients call the roles, and what templates do.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-# What a template can raise over messages that it was not written for.
-REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+# Behind content that is to be continued, to find its end in what the template has made of it.
+CONTINUED = "CONTINUED_FROM_HERE_ONWARD "
+MAX_REASON = 500
+KEPT_TEMPLATES = 64
 
 
 class TemplateRefused(ValueError):
@@ -46,137 +39,167 @@ DEFAULTS = TemplateOptions()
 
 
 class ChatTemplate:
+    """Nothing is compiled before it is asked for. Another process gets the source, and what is known of it.
+
+    Args:
+        tokens: the special tokens by role: bos_token, eos_token, ...
+        for_tools: the template that takes its place where tools are offered.
+        facts: what a probe has found out.
+    """
+
     def __init__(
-        self, source: str, tokens: Mapping[str, str], now: Callable[[], datetime] = lambda: datetime.now().astimezone()
-    ) -> None:
-        """`tokens` are the special tokens by role: bos_token, eos_token, ...
-
-        Raises:
-            jinja2.TemplateSyntaxError
-        """
-        self.source = source
-        self._tokens = dict(tokens)
-        self._template = _compile(source, now)
+        self, source: str, tokens: Mapping[str, str], now: Callable[[], datetime] | None = None,
+        for_tools: ChatTemplate | None = None, facts: TemplateFacts | None = None,
+    ) -> None:  # fmt: skip
+        self._source, self._tokens = source, dict(tokens)
+        self._now = now or (lambda: datetime.now().astimezone().replace(tzinfo=None))
+        self._for_tools = for_tools
         self._shape = ChatShape(source)
+        if facts is not None:
+            self.facts = facts
 
-    @classmethod
-    def load(cls, folder: Path) -> ChatTemplate | None:
-        """From chat_template.jinja, else tokenizer_config.json; None where the model has none.
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[Any, ...]]:
+        return ChatTemplate, (self._source, self._tokens, None, self._for_tools, self.__dict__.get("facts"))
+
+    @property
+    def source(self) -> str:
+        """All that it is made of, to be searched."""
+        return f"{self._source}\n{self._for_tools.source}" if self._for_tools else self._source
+
+    @cached_property
+    def facts(self) -> TemplateFacts:
+        """
+        Raises:
+            ValueError: the template cannot be compiled.
+        """
+        self._compiled  # noqa: B018
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str | None:
+            try:
+                return self._render(messages, DEFAULTS)
+            except TemplateRefused:
+                return None
+
+        return probe(render)
+
+    @cached_property
+    def _compiled(self) -> Template:
+        try:
+            return compiled(self._source, self._now)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise ValueError(f"chat_template: {_reason(error)}") from None
+
+    def checked(self) -> ChatTemplate:
+        """Returns itself, once its facts are known.
 
         Raises:
-            ValueError: one of them is malformed.
+            ValueError: it cannot be compiled.
         """
-        file, beside = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-        config = read_file(_ConfigFile, file) if file.is_file() else _ConfigFile()
-        source = read_bytes(beside).decode() if beside.is_file() else _default(config.chat_template)
-        try:
-            return cls(source, _special_tokens(config.model_extra or {})) if source else None
-        except (TemplateError, RecursionError) as error:
-            raise ValueError(f"{beside if beside.is_file() else file}: chat_template: {error}") from None
-
-    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, dict[str, str]]]:
-        """Another process compiles it again, and has the time itself."""
-        return ChatTemplate, (self.source, self._tokens)
-
-    @cached_property
-    def takes_system(self) -> bool:
-        """True if a system message is shown; some templates refuse it, some leave it out."""
-        return self._shows_in_order(["system", "user"])
-
-    @cached_property
-    def takes_late_system(self) -> bool:
-        """True if a system message is shown where it is, also behind others."""
-        return self._shows_in_order(["user", "system", "assistant", "user", "system"])
-
-    def _shows_in_order(self, roles: Sequence[str]) -> bool:
-        """Probe it with a message of each role."""
-        marks = [f"message {i}" for i in range(len(roles))]
-        try:
-            text = self.render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
-        except TemplateRefused:
-            return False
-        places = [text.find(mark) for mark in marks]
-        return places[0] >= 0 and places == sorted(places)
+        self.facts  # noqa: B018
+        if self._for_tools:
+            self._for_tools.checked()
+        return self
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions = DEFAULTS) -> str:
-        """The prompt, ready for the assistant's answer.
+        """Returns the prompt, ready for the assistant's answer.
 
         Raises:
             TemplateRefused: the template raised, or does not fit the messages.
         """
+        if self._for_tools and options.tools:
+            return self._for_tools.render(messages, options)
+        formed = [self.facts.formed(_with_thinking(message)) for message in messages]
+        if not options.continue_final_message:
+            return self._render(formed, options)
+        last, content = _marked(formed[-1])
+        return _up_to_mark(self._render([*formed[:-1], last], options), content)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
         try:
-            text = self._template.render(
+            return self._compiled.render(
                 {
-                    **self._tokens, **self._shape.variables(options.tools, options.variables),
+                    **self._tokens, "documents": None, **self._shape.variables(options.tools, options.variables),
                     "messages": self._shape.messages(messages, options.tools),
                     "add_generation_prompt": options.add_generation_prompt,
                 }
             )  # fmt: skip
-        except REFUSALS as error:
-            raise TemplateRefused(str(error)) from None
-        return _up_to(text, messages[-1]["content"]) if options.continue_final_message else text
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may raise whatever Python can
+            raise TemplateRefused(_reason(error)) from None
 
 
-def _up_to(text: str, content: str) -> str:
-    """A prompt without what the template has put behind its last message."""
-    for ending in (content, content.strip()):
-        if (start := text.rfind(ending)) >= 0:
-            return text[: start + len(ending)]
-    raise TemplateRefused("the last message is not in the prompt as it is, so it cannot be continued")
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the message with its thoughts under both names that templates have for them."""
+    thoughts = message.get("reasoning_content")
+    return message if thoughts is None else {"thinking": thoughts, **message}
 
 
-class _Generation(Extension):
-    """{% generation %}, which marks for training what an assistant says."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(source: str, now: Callable[[], datetime]) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
-    return environment.from_string(source)
+def _marked(message: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Returns the message with a mark behind its content, and the text before the mark."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + CONTINUED}, content
+    last = content[-1]["text"]
+    return {**message, "content": [*content[:-1], {**content[-1], "text": last + CONTINUED}]}, last
 
 
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
+def _up_to_mark(text: str, content: str) -> str:
+    """Returns a prompt without what the template has put behind its last message."""
+    end = text.rfind(CONTINUED.strip())
+    if end < 0 or content.strip() not in text[:end]:
+        raise TemplateRefused("the last message is not in the prompt as it is, so it cannot be continued")
+    return text[:end] if text.startswith(CONTINUED, end) else text[:end].rstrip()
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+def _reason(error: Exception) -> str:
+    return str(error)[:MAX_REASON] or type(error).__name__
 
 
-class _Named(ModelFile):
-    name: str
-    template: str
+def render(
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], options: TemplateOptions, most: int
+) -> str:  # fmt: skip
+    """Returns the prompt.
+
+    Args:
+        most: characters.
+
+    Raises:
+        TemplateRefused: it is longer, or as `ChatTemplate.render`.
+    """
+    text = template.render(messages, options)
+    if len(text) > most:
+        raise TemplateRefused(f"it makes {len(text)} characters of them, and {most} are all that the model may take")
+    return text
 
 
-class _ConfigFile(ModelFile):
-    """tokenizer_config.json, whose other fields may be special tokens."""
+def render_each(template: bytes, chats: Sequence[bytes], most: int) -> list[str | TemplateRefused]:
+    """Returns the prompt of each chat, or why there is none; for a helper process.
 
-    model_config = ConfigDict(extra="allow")
-
-    chat_template: str | list[_Named] | None = None
-
-
-def _default(template: str | list[_Named] | None) -> str | None:
-    """A template, or of several named ones the default."""
-    if isinstance(template, list):
-        return next((one.template for one in template if one.name == "default"), None)
-    return template
+    Args:
+        template, chats: pickled; a chat is its messages and its options' fields.
+    """
+    return [_rendered(_unpickled(template), chat, most) for chat in chats]
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
+def _rendered(template: ChatTemplate, chat: bytes, most: int) -> str | TemplateRefused:
+    messages, options = pickle.loads(chat)
+    try:
+        return render(template, messages, TemplateOptions(*options), most)
+    except TemplateRefused as error:
+        return error
+
+
+@lru_cache(KEPT_TEMPLATES)
+def _unpickled(template: bytes) -> ChatTemplate:
+    """Returns one template for all chats of a process: it is compiled once."""
+    found = pickle.loads(template)
+    assert isinstance(found, ChatTemplate)
     return found
+
+
+def check(template: ChatTemplate) -> ChatTemplate:
+    """Returns the template with its facts; for a helper process. Raises ValueError as `ChatTemplate.checked`."""
+    return template.checked()

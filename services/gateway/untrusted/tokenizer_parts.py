@@ -23,7 +23,9 @@ from tandem.containment import Bounds
 # Smaller files are parsed in less time than anyone notices.
 SMALL_BYTES = 512 * 1024
 PIECE = 2000
-LIMITS = Bounds(cpu_s=30.0, wall_s=60.0, memory_bytes=3 * 2**30)
+# The library reads added tokens under the lock, and no model has nearly as many.
+MOST_ADDED = 2**16
+LIMITS = Bounds(cpu_s=30.0, wall_s=60.0, memory_bytes=3 * 2**30, is_last=True)
 OPTIONS = (
     "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
     "ignore_merges",
@@ -50,17 +52,42 @@ class TokenizerParts:
         return tokenizer
 
 
+def check_tokenizer(path: str) -> None:
+    """Loads a tokenizer.json, in a helper process: what that survives, a gateway does.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    _loaded(Path(path).read_bytes(), path)
+
+
 def parts_of(path: str) -> TokenizerParts | None:
-    """Take a tokenizer.json apart, in the helper process; None where it is malformed, or of another kind than BPE."""
+    """Takes a tokenizer.json apart, in a helper process; returns None where it is of another kind than BPE.
+
+    Raises:
+        ValueError: it is malformed.
+    """
     data = Path(path).read_bytes()
+    whole = _loaded(data, path)
     try:
         parts = _apart(orjson.loads(data))
-        same = parts.assemble().to_str() == tokenizers.Tokenizer.from_buffer(data).to_str()
-    except (KeyboardInterrupt, SystemExit):
+        return parts if parts.assemble().to_str() == whole.to_str() else None
+    except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException:  # some damage makes the library panic, which is no Exception
         return None
-    return parts if same else None
+
+
+def _loaded(data: bytes, path: str) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # as above
+        raise ValueError(f"{path}: {error}") from None
+    if (count := len(tokenizer.get_added_tokens_decoder())) > MOST_ADDED:
+        raise ValueError(f"{path}: at most {MOST_ADDED} added tokens, got {count}")
+    return tokenizer
 
 
 def _apart(said: dict[str, Any]) -> TokenizerParts:

@@ -13,8 +13,9 @@ from openai import AsyncOpenAI
 
 from services.gateway import Gateway
 from services.gateway.generation.choice_text import ChoiceText
-from services.gateway.text import ChatTemplate, Tokenizer
+from services.gateway.text import Tokenizer
 from services.gateway.tools import FORMATS, TAGS, detect_format, plan_reading, read_tools
+from services.gateway.untrusted import ChatTemplate
 from services.gateway.workers import Tokens
 from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2, llm_pb2_grpc, worker_pb2

@@ -14,8 +14,9 @@ from openai import AsyncOpenAI
 
 from services.gateway import Gateway
 from services.gateway.settings import GatewaySettings
-from services.gateway.text import ChatTemplate, TemplateOptions, TemplateRefused, Tokenizer
+from services.gateway.text import Tokenizer
 from services.gateway.tools import FORMATS, TAGS, detect_format, detect_tags
+from services.gateway.untrusted import ChatTemplate, TemplateOptions, TemplateRefused
 from tandem.grammar import Grammars
 from tandem.registry import Registry
 from tandem.v1 import worker_pb2

@@ -9,7 +9,8 @@ import pytest
 from grpc import aio
 
 from services.gateway import Gateway
-from services.gateway.text import ChatTemplate, Tokenizer
+from services.gateway.text import Tokenizer
+from services.gateway.untrusted import ChatTemplate
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.peers import MODEL
 from tests.gateway.tiny_model import EOS

@@ -14,7 +14,7 @@ from services.gateway.http.messages.offered import functions_of, offered
 from services.gateway.http.messages.schema import CountTokensBody, MessagesBody
 from services.gateway.http.messages.turns import continues, messages_of
 from services.gateway.http.schema import ChatBody
-from services.gateway.text import ChatTemplate
+from services.gateway.untrusted import ChatTemplate
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 

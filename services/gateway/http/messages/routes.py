@@ -25,8 +25,8 @@ from services.gateway.http.messages.schema import (
 )
 from services.gateway.http.schema import validated
 from services.gateway.llm import LLM
-from services.gateway.text import ChatTemplate, TemplateOptions
 from services.gateway.tools import read_tools
+from services.gateway.untrusted import ChatTemplate, TemplateOptions
 
 NAMES = {"stop": "stop_sequences"}
 # How errors of a chat name what a message calls otherwise.
@@ -63,7 +63,7 @@ async def count_tokens(llm: LLM, body: Incoming, client: Caller) -> dict[str, An
     llm.served(found.model, client)
     text = body.text
     if text is None:
-        text = llm.render_chat(*_rendering(found, llm.model.chat_template))
+        text = await llm.render_chat(*_rendering(found, llm.model.chat_template))
     return {"input_tokens": len(await llm.encode_chat(text, llm.access.cache_salt(body.owner, "")))}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.messages.schema import CountTokensBody, MessageParam
 from services.gateway.http.schema import ChatMessage
-from services.gateway.text import ChatTemplate
+from services.gateway.untrusted import ChatTemplate
 
 # What an agent says of itself, anew with each request: in a prompt it would leave nothing of the cache to be hit.
 BILLING = "x-anthropic-billing-header:"
@@ -54,14 +54,14 @@ def messages_of(body: CountTokensBody, template: ChatTemplate | None) -> list[Ch
     if not body.messages:
         raise InvalidRequest("messages must not be empty", "messages")
     system = [text] if body.system and (text := text_of(body.system, "system")) else []
-    turns = _turns(body.messages, system, template is None or template.takes_late_system)
+    turns = _turns(body.messages, system, template is None or template.facts.takes_late_system)
     if turns and turns[-1].role == "assistant" and not turns[-1].calls and not "".join(turns[-1].texts).strip():
         turns.pop()  # it says nothing that could be continued
     if not turns:
         raise InvalidRequest("messages: one of them must be the user's", "messages")
     if turns[-1].calls:
         raise InvalidRequest("messages: the last one calls tools, so their results must follow", "messages")
-    if system and template is not None and not template.takes_system:
+    if system and template is not None and not template.facts.takes_system:
         first = turns[0] if turns[0].role == "user" else _Turn("user")
         first.texts[:0] = system
         turns = turns if first is turns[0] else [first, *turns]

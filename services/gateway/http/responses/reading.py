@@ -24,8 +24,8 @@ from services.gateway.http.responses.schema import ResponseBody, read_body
 from services.gateway.http.responses.tools import Toolbox, read_toolbox
 from services.gateway.http.schema import ChatBody, validated
 from services.gateway.llm import LLM
-from services.gateway.text import ChatTemplate
 from services.gateway.tools import read_tools
+from services.gateway.untrusted import ChatTemplate
 
 # A chat's fields, and what they are called here.
 NAMES = {

@@ -1,0 +1,167 @@
+"""Chats rendered in a helper process, where a template that does not end, or wants all memory, costs nothing.
+
+A model's templates run on one lane at a time: the other models' chats have the other lanes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from services.gateway.bodies import PromptBounds, renderable, rendered
+from services.gateway.errors import InvalidRequest, Overloaded, Unavailable
+from services.gateway.untrusted import (
+    PARTS_LIMITS,
+    ChatTemplate,
+    TemplateOptions,
+    TemplateRefused,
+    TokenizerParts,
+    check,
+    check_tokenizer,
+    parts_of,
+    render_each,
+)
+from tandem.containment import Bounds, CallFailed, Sandbox, SandboxBusy
+
+# A chat that is rendered here takes a millisecond; what is large comes rendered, from another helper.
+LIMITS = Bounds(cpu_s=1.0, wall_s=10.0, memory_bytes=256 * 2**20)
+# Chats, and bytes of them, that are rendered by one call.
+MOST_TOGETHER = 64
+MOST_BYTES = 2**20
+_Waiting: TypeAlias = "tuple[bytes, asyncio.Future[str]]"
+A = TypeVar("A")
+T = TypeVar("T")
+HELPER_MODULES = ("services.gateway.untrusted",)
+
+
+class ModelHelper:
+    """Runs what one model has brought. Chats that come while others are rendered are rendered together after them."""
+
+    def __init__(self, sandbox: Sandbox | None, model: str) -> None:
+        """
+        Args:
+            sandbox: None: everything runs on the loop, as in a simulation.
+            model: its name and fingerprint.
+        """
+        self._sandbox, self._model = sandbox, model
+        self._template: ChatTemplate | None = None
+        self._pickled, self._most = b"", 0
+        self._waiting = deque[_Waiting]()
+        self._work: asyncio.Task[None] | None = None
+
+    async def checked(self, template: ChatTemplate) -> ChatTemplate:
+        """Returns the template once it has been compiled, and its facts are known.
+
+        Raises:
+            ValueError: it cannot be compiled, or needs too much for it.
+            Unavailable: the helper process has no time now.
+        """
+        return await self._call("chat_template", check, template, bounds=LIMITS)
+
+    async def check_tokenizer(self, file: Path) -> None:
+        """
+        Raises:
+            ValueError: it is malformed, or needs too much.
+            Unavailable: as `checked`.
+        """
+        await self._call(str(file), check_tokenizer, str(file), bounds=PARTS_LIMITS)
+
+    async def tokenizer_parts(self, file: Path) -> TokenizerParts | None:
+        """Returns a tokenizer.json taken apart, None where it is of a kind that is not; raises as `check_tokenizer`."""
+        return await self._call(str(file), parts_of, str(file), bounds=PARTS_LIMITS)
+
+    async def render(
+        self, template: ChatTemplate | None, messages: Sequence[Mapping[str, Any]], options: TemplateOptions,
+        bounds: PromptBounds,
+    ) -> str:  # fmt: skip
+        """
+        Raises:
+            InvalidRequest: as `bodies.rendered`; or the template needs too much for these messages.
+            Overloaded: the helper process has no time now.
+        """
+        if self._sandbox is None:
+            return rendered(messages, options, template, bounds)
+        found = renderable(messages, options, template, bounds)
+        if found is not self._template:
+            self._template, self._pickled = found, pickle.dumps(found)
+        said = options.add_generation_prompt, options.continue_final_message, options.variables, options.tools
+        self._most = bounds.characters
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting.append((pickle.dumps((messages, said)), future))
+        if self._work is None:
+            self._work = asyncio.create_task(self._render_waiting())
+        return await future
+
+    async def _render_waiting(self) -> None:
+        """Renders until nothing waits."""
+        batch: list[_Waiting] = []
+        try:
+            while self._waiting:
+                batch = self._next_batch()
+                await self._render_together(batch)
+        except BaseException as error:
+            for _, future in (*batch, *self._waiting):
+                _settle(future, RuntimeError(f"rendering has ended: {error!r}"))
+            self._waiting.clear()
+            raise
+        finally:
+            self._work = None
+
+    def _next_batch(self) -> list[_Waiting]:
+        batch, size = list[_Waiting](), 0
+        while self._waiting and len(batch) < MOST_TOGETHER and size < MOST_BYTES:
+            chat, future = self._waiting.popleft()
+            if not future.done():  # or its request has ended
+                batch.append((chat, future))
+                size += len(chat)
+        return batch
+
+    async def _render_together(self, batch: Sequence[_Waiting]) -> None:
+        """Renders each alone where one has ended the helper process: it is found, and the others have their prompts."""
+        if not batch:
+            return
+        try:
+            prompts = await self._call_render([chat for chat, _ in batch])
+        except SandboxBusy as error:
+            outcome = Overloaded(f"the messages could not be rendered now: {error}", "too_many_chats")
+            prompts = [outcome] * len(batch)
+        except CallFailed as error:
+            if len(batch) > 1:
+                for one in batch:
+                    await self._render_together([one])
+                return
+            said = f"messages: the model's chat template cannot render them: {error}"
+            prompts = [InvalidRequest(said, "messages", "template_failed")]
+        for (_, future), prompt in zip(batch, prompts, strict=True):
+            _settle(future, prompt)
+
+    async def _call_render(self, chats: Sequence[bytes]) -> Sequence[str | Exception]:
+        assert self._sandbox is not None
+        return await self._sandbox.call(
+            render_each, self._pickled, chats, self._most, caller=self._model, bounds=LIMITS
+        )
+
+    async def _call(self, what: str, function: Callable[[A], T], argument: A, bounds: Bounds) -> T:
+        if self._sandbox is None:
+            return function(argument)
+        try:
+            return await self._sandbox.call(function, argument, caller=self._model, bounds=bounds)
+        except SandboxBusy as error:
+            raise Unavailable(f"{what} could not be checked now: {error}", code="model_not_checked") from None
+        except CallFailed as error:
+            raise ValueError(f"{what}: {error}") from None
+
+
+def _settle(future: asyncio.Future[str], prompt: str | Exception) -> None:
+    if future.done():
+        return
+    if isinstance(prompt, TemplateRefused):
+        prompt = InvalidRequest(f"messages: the model's chat template refuses them: {prompt}", "messages")
+    if isinstance(prompt, str):
+        future.set_result(prompt)
+    else:
+        future.set_exception(prompt)

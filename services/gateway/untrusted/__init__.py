@@ -1,0 +1,34 @@
+"""Chat templates and tokenizers of models, which may do harm. The gateway may enter.
+
+A template is a program, and a tokenizer has patterns that may take for ever. Helper processes run them: they import
+this room and nothing else of the gateway.
+"""
+
+from services.gateway.untrusted.chat_template import (
+    DEFAULTS,
+    ROLES,
+    ChatTemplate,
+    TemplateOptions,
+    TemplateRefused,
+    check,
+    render,
+    render_each,
+)
+from services.gateway.untrusted.tokenizer_parts import LIMITS as PARTS_LIMITS
+from services.gateway.untrusted.tokenizer_parts import SMALL_BYTES, TokenizerParts, check_tokenizer, parts_of
+
+__all__ = [
+    "DEFAULTS",
+    "PARTS_LIMITS",
+    "ROLES",
+    "SMALL_BYTES",
+    "ChatTemplate",
+    "TemplateOptions",
+    "TemplateRefused",
+    "TokenizerParts",
+    "check",
+    "check_tokenizer",
+    "parts_of",
+    "render",
+    "render_each",
+]
