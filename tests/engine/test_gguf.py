@@ -120,6 +120,13 @@ def test_words_and_template_come_from_its_metadata(tmp_path: Path) -> None:
     assert folder_of(tmp_path / "m.gguf", tmp_path / "cache") == folder
 
 
+def test_a_template_for_tools_comes_from_its_metadata_too(tmp_path: Path) -> None:
+    make_file(tmp_path / "m.gguf", "llama", "F32", {"tokenizer.chat_template.tool_use": "{{ tools | tojson }}"})
+    said = json.loads((folder_of(tmp_path / "m.gguf", tmp_path / "cache") / "tokenizer_config.json").read_text())
+    assert [one["name"] for one in said["chat_template"]] == ["default", "tool_use"]
+    assert said["chat_template"][1]["template"] == "{{ tools | tojson }}"
+
+
 def test_a_file_or_what_lies_beside_it_says_how_to_sample(tmp_path: Path) -> None:
     file, beside = tmp_path / "m.gguf", tmp_path / "generation_config.json"
     make_file(file, "llama", "F32", {"general.sampling.temp": 0.5, "general.sampling.top_k": 20})

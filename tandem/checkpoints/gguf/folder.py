@@ -23,7 +23,7 @@ SUFFIX = ".gguf"
 WEIGHTS_FILE, TENSORS_FILE = "model.gguf", "tensors.json"
 TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
 MAGIC = b"GGUF"
-_VERSION = b"2"  # of what is written
+_VERSION = b"3"  # of what is written
 
 
 def folder_of(file: Path, cache: Path | None = None) -> Path:
@@ -136,8 +136,13 @@ def _read(file: Path) -> tuple[Metadata, Any]:
     return Metadata(file, values, frozenset(tensor.name for tensor in reader.tensors)), reader
 
 
-def _template(metadata: Metadata) -> dict[str, str]:
+def _template(metadata: Metadata) -> dict[str, Any]:
+    """Returns the chat template as tokenizer_config.json has it: with one for tools as a list of two."""
     template = metadata.get("tokenizer.chat_template", str)
+    for_tools = metadata.get("tokenizer.chat_template.tool_use", str)
+    named = {"default": template, "tool_use": for_tools}
+    if template and for_tools:
+        return {"chat_template": [{"name": name, "template": source} for name, source in named.items()]}
     return {"chat_template": template} if template else {}
 
 
