@@ -111,8 +111,9 @@ class SchemaJudge:
     """Checks an answer against its schema: it is valid or, where it was cut, the beginning of a valid one."""
 
     def __init__(self) -> None:
-        self._vocabulary = Vocabulary(load_tokenizer(DEMO))
-        self._grammars = Grammars(DEMO, self._vocabulary.size)
+        tokenizer = load_tokenizer(DEMO)
+        self._vocabulary = Vocabulary(tokenizer)
+        self._grammars = Grammars(DEMO, tokenizer.get_vocab_size())
 
     def wrong(self, schema: Mapping[str, Any], tokens: Sequence[int], reason: FinishReason) -> str:
         """The fault in words; "" if there is none."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -19,6 +18,8 @@ from tandem.vocabulary import Vocabulary, load_tokenizer
 MAX_COMPILED = 64
 # Twice what the gateway's helper compiled the same on: what that survives, a worker does.
 STACK_BYTES = 32 * 2**20
+# In bytes: llguidance panics at words of more than 1024. No grammar lets a longer one be chosen.
+MAX_WORD = 1000
 
 
 class Guide:
@@ -95,24 +96,29 @@ class Grammars:
 
 
 class _Words:
-    """A vocabulary as llguidance reads it."""
+    """A vocabulary as llguidance reads it.
+
+    llguidance's own reading of a tokenizer.json knows neither Metaspace nor ids without a word, and no text of an added
+    token in angle brackets.
+    """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_id: int) -> None:
         """`vocab_size`: of the model's logits, which may be more or fewer than its tokenizer has words."""
-        tokenizer = load_tokenizer(folder)
-        vocabulary = Vocabulary(tokenizer)
+        vocabulary = Vocabulary(load_tokenizer(folder))
+        words = map(vocabulary.token_bytes, range(vocab_size))
         self.eos_token_id, self.bos_token_id = eos_token_id, None
-        self.tokens = [vocabulary.token_bytes(i) if i < vocabulary.size else b"" for i in range(vocab_size)]
+        self.tokens = [word if len(word) <= MAX_WORD else b"" for word in words]
         self.special_token_ids = sorted(i for i in vocabulary.special if i < vocab_size)
-        self._encode: Callable[..., Any] = tokenizer.encode
+        self._spell = vocabulary.spell
 
     def __call__(self, text: bytes | str) -> list[int]:
-        ids: list[int] = self._encode(text.decode() if isinstance(text, bytes) else text, add_special_tokens=False).ids
-        return ids
+        """Returns the tokens of a text within an answer; [] where there are none for it."""
+        ids = self._spell(text.decode() if isinstance(text, bytes) else text)
+        return ids if all(i < len(self.tokens) and self.tokens[i] for i in ids) else []
 
 
 def _tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
-    ends = end_tokens(folder)
+    ends = [token_id for token_id in end_tokens(folder) if token_id < vocab_size]
     if not ends:
         raise InvalidGrammar("grammar: the model has no end-of-text token, so no answer could end with its grammar")
-    return LLTokenizer(TokenizerWrapper(_Words(folder, vocab_size, ends[0])), n_vocab=vocab_size, eos_token=list(ends))
+    return LLTokenizer(TokenizerWrapper(_Words(folder, vocab_size, ends[0])), n_vocab=vocab_size, eos_token=ends)

@@ -10,23 +10,21 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models
 
-from services.gateway.text import ByteDetokenizer, Tokenizer, WindowDetokenizer
+from services.gateway.text import Tokenizer
 from tests.gateway.tiny_model import EOS, byte_level_tokenizer
+from tests.vocabularies import NAMES, PADDING, tokenizer_of
 
 pytestmark = pytest.mark.fast
 
 HF = byte_level_tokenizer()
 BYTE_LEVEL = Tokenizer(HF)
-TEXTS = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("狐🦊👩‍👩‍👧é\u200d\ufffd")), max_size=60)
+CHARACTERS = st.one_of(st.characters(codec="utf-8", exclude_characters="<"), st.sampled_from("狐🦊👩‍👩‍👧é\u200d\ufffd"))
+TEXTS = st.text(CHARACTERS, max_size=60)  # none is a special token's
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     detokenizer = tokenizer.detokenizer()
     return [*(detokenizer.feed(i) for i in ids), detokenizer.flush()]
-
-
-def test_byte_level_tokenizers_take_the_exact_way() -> None:
-    assert isinstance(BYTE_LEVEL.detokenizer(), ByteDetokenizer)
 
 
 @settings(max_examples=300, deadline=None)
@@ -86,37 +84,62 @@ def test_the_cost_of_a_token_does_not_grow() -> None:
     assert late < 5 * early + 0.01
 
 
-def sentencepiece_like() -> HfTokenizer:
-    """Byte fallback, a leading space that is stripped: a token's text depends on its neighbours."""
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {
-        "▁the": 256,
-        "▁fox": 257,
-        "es": 258,
-        "▁": 259,
-        "狐": 260,
-    }
-    tokenizer = HfTokenizer(models.BPE(vocab, [], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return tokenizer
+KNOWN = {name: tokenizer_of(name) for name in NAMES}
+OURS = {name: Tokenizer(known) for name, known in KNOWN.items()}
+SP, SPACED = KNOWN["spaced"], OURS["spaced"]
 
 
-SP = sentencepiece_like()
+@pytest.mark.parametrize("name", NAMES)
+@given(st.data())
+def test_a_whole_text_is_as_the_library_has_it(name: str, data: st.DataObject) -> None:
+    """An answer has the space, too, that the library leaves out of a text's beginning."""
+    known, tokenizer = KNOWN[name], OURS[name]
+    any_ids = st.lists(st.integers(0, tokenizer.vocab_size + PADDING), max_size=12)
+    ids = data.draw(any_ids) + known.encode(data.draw(TEXTS)).ids + data.draw(any_ids)
+    special = {i for i, token in known.get_added_tokens_decoder().items() if token.special}
+    shown = b"".join(tokenizer.token_bytes(i) for i in ids if i not in special)
+    text, whole = shown.decode(errors="replace"), known.decode(ids)
+    assert "".join(pieces(tokenizer, ids)) == text
+    if text.encode() == shown:
+        assert "".join(tokenizer.pieces(ids)) == whole
+        assert text == (" " if name == "spaced" and text.startswith(" ") else "") + whole
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.one_of(st.sampled_from([256, 257, 258, 259, 260]), TEXTS.filter(bool)), max_size=12))
-def test_other_tokenizers_give_the_same_text(parts: list[int | str]) -> None:
-    ids: list[int] = []
-    for part in parts:
-        ids += [part] if isinstance(part, int) else list(part.replace("\ufffd", "?").encode())
-    tokenizer = Tokenizer(SP)
-    assert isinstance(tokenizer.detokenizer(), WindowDetokenizer)
-    assert "".join(pieces(tokenizer, ids)) == SP.decode(ids)
+@given(TEXTS, TEXTS)
+def test_an_answer_continues_its_prompt(prompt: str, answer: str) -> None:
+    """SentencePiece's words have their spaces in front."""
+    ids = SP.encode(f"x{prompt} {answer}").ids
+    for cut in range(2, len(ids)):
+        behind = "".join(SPACED.pieces(ids[:cut])) + "".join(pieces(SPACED, ids[cut:]))
+        if "\ufffd" not in behind:
+            assert behind == f"x{prompt} {answer}"
+
+
+def test_bytes_that_are_no_characters_spoil_no_others() -> None:
+    """The library makes four replacement characters of these."""
+    ids = [SP.token_to_id(f"<0x{byte:02X}>") for byte in [*"é".encode(), 0xFF, 0xE2]]
+    assert "".join(pieces(SPACED, ids)) == "é\ufffd\ufffd"
+    assert SP.decode(ids) == "\ufffd" * 4
 
 
 @pytest.mark.parametrize("text", ["🦊", "狐", "é"])
-def test_other_tokenizers_show_whole_characters(text: str) -> None:
-    data = list(text.encode())
-    assert pieces(Tokenizer(SP), data) == [*[""] * (len(data) - 1), text, ""]
+def test_bytes_wait_for_the_last_of_a_character(text: str) -> None:
+    ids = [SP.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+    assert pieces(SPACED, ids) == [*[""] * (len(ids) - 1), text, ""]
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"), [("▁ ▁the", ["", " the"]), ("▁the ▁", ["the", " "]), ("<0x20> a", ["", "a"])]
+)
+def test_a_text_begins_without_one_space(ids: str, expected: list[str]) -> None:
+    found = [SP.token_to_id(token) for token in ids.split(" ")]
+    assert list(SPACED.pieces(found)) == expected
+
+
+def test_metaspace_begins_without_any() -> None:
+    known = HfTokenizer(models.WordLevel({"▁▁the": 0, "▁fox": 1, "x": 2}, unk_token="x"))
+    known.decoder = decoders.Metaspace()
+    tokenizer = Tokenizer(known)
+    for ids in ([0, 1], [1, 0], [2, 0], [10**6, 0]):
+        assert "".join(tokenizer.pieces(ids)) == known.decode(ids)
+    assert pieces(tokenizer, [0, 1]) == ["  the", " fox", ""]

@@ -136,11 +136,11 @@ async def read_sampling(
         raise InvalidRequest(f"{name} {error.problem}", name) from None
     if not sampling.bad_words and INTERNAL.isdisjoint(given):
         return sampling
-    spellings = [ids for word in sampling.bad_words for ids in await model.tokenizer.spellings(word)]
+    spellings = [ids for word in sampling.bad_words for ids in model.tokenizer.spellings(word)]
     return replace(
         sampling,
         grammar="",
-        bad_words_token_ids=tuple(sorted({tuple(ids) for ids in spellings if ids})),
+        bad_words_token_ids=tuple(sorted({ids for ids in spellings if ids})),
     )
 
 

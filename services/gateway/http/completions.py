@@ -116,10 +116,10 @@ class CompletionFormat(Format):
         }
 
     def _offsets(self, echo: Echo) -> Iterator[int]:
-        detokenizer, length = self._tokenizer.detokenizer(), 0
-        for token_id in echo.token_ids:
+        length = 0
+        for piece in self._tokenizer.pieces(echo.token_ids):
             yield length
-            length += len(detokenizer.feed(token_id))
+            length += len(piece)
 
     def _top(self, one: llm_pb2.TokenLogprobs) -> dict[str, float]:
         """The likeliest tokens and, as OpenAI has it, the chosen one whether it is among them or not."""

@@ -6,18 +6,16 @@ token ids -> Detokenizer -> text -> StopStrings -> the client
 
 from services.gateway.text.batches import Batches
 from services.gateway.text.checked_ids import CheckedIds
-from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.stop import StopStrings
 from services.gateway.text.tokenizer import MOST_TOKENS, Tokenizer, TooManyTokens
 
 __all__ = [
     "MOST_TOKENS",
     "Batches",
-    "ByteDetokenizer",
     "CheckedIds",
     "Detokenizer",
     "StopStrings",
     "Tokenizer",
     "TooManyTokens",
-    "WindowDetokenizer",
 ]

@@ -1,34 +1,21 @@
 """Token ids to text, one token at a time.
 
-    bytes of the token -> UTF-8 decoder -> whole characters       (byte-level tokenizers: exact)
-    context + new ids  -> decode both   -> what the new ids add   (all others)
+    bytes of the token -> UTF-8 decoder -> whole characters
 
-Neither shows a part of a character: bytes of an unfinished one wait for the next token, or for `flush`. All pieces of
-an answer put together are what decoding it at once would give.
+No part of a character is shown: bytes of an unfinished one wait for the next token, or for `flush`. All pieces of an
+answer put together are what decoding it at once behind its prompt would give, but for one wanted difference: where
+SentencePiece's byte tokens in a row are no UTF-8, the library makes a U+FFFD of each, and whole characters among them
+are kept here. The space that the library leaves out of a text's beginning is there: an answer continues its prompt.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
-from typing import Protocol
-
-REPLACEMENT = "\ufffd"
-MAX_PENDING = 32
+from collections.abc import Callable
 
 
-class Detokenizer(Protocol):
+class Detokenizer:
     """One answer's text."""
-
-    def feed(self, token_id: int) -> str:
-        """The text that is certain now."""
-
-    def flush(self) -> str:
-        """The rest, when no token follows."""
-
-
-class ByteDetokenizer:
-    """For tokenizers in which every token stands for certain bytes."""
 
     __slots__ = ("_decoder", "_texts", "_token_bytes", "_unfinished")
 
@@ -39,6 +26,7 @@ class ByteDetokenizer:
         self._unfinished = False
 
     def feed(self, token_id: int) -> str:
+        """Returns the text that is certain now."""
         if not self._unfinished and (known := self._texts.get(token_id)) is not None:
             return known
         began_whole = not self._unfinished
@@ -49,33 +37,5 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
+        """Returns the rest, when no token follows."""
         return self._decoder.decode(b"", final=True)
-
-
-class WindowDetokenizer:
-    """For tokenizers in which a token's text depends on its neighbours: decodes a short window twice.
-
-    At most MAX_PENDING tokens wait for a character to be finished; that many are never needed by valid text.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._context: list[int] = []
-        self._pending: list[int] = []
-
-    def feed(self, token_id: int) -> str:
-        self._pending.append(token_id)
-        text = self._added()
-        if not text or (text.endswith(REPLACEMENT) and len(self._pending) < MAX_PENDING):
-            return ""
-        self._context, self._pending = self._pending, []
-        return text
-
-    def flush(self) -> str:
-        text = self._added() if self._pending else ""
-        self._pending = []
-        return text
-
-    def _added(self) -> str:
-        before = self._decode(self._context)
-        return self._decode(self._context + self._pending)[len(before) :]

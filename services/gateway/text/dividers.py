@@ -12,12 +12,13 @@ reaches across the end of a divider, and the search for the next one begins ther
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import tokenizers
 from tokenizers import models
+
+from tandem.vocabulary import parts_of
 
 # Kinds that are known to work on one stretch at a time. With any other kind nothing is divided.
 NORMALIZERS = frozenset(
@@ -70,29 +71,12 @@ def _adds_nothing(tokenizer: tokenizers.Tokenizer) -> bool:
     """True if ids stay as they are where no special tokens are asked for."""
     if tokenizer.truncation or tokenizer.padding or not _kinds(tokenizer.post_processor) <= PROCESSORS:
         return False
-    templates = (part["single"] for part in _parts(tokenizer.post_processor) if part["type"] == "TemplateProcessing")
+    templates = (part["single"] for part in parts_of(tokenizer.post_processor) if part["type"] == "TemplateProcessing")
     return all([piece["Sequence"]["id"] for piece in one if "Sequence" in piece] == ["A"] for one in templates)
 
 
 def _kinds(component: Any) -> set[str]:
-    return {part["type"] for part in _parts(component)}
-
-
-def _parts(component: Any) -> Iterator[dict[str, Any]]:
-    """Yields the descriptions of a component and, in place of a sequence, of what is in it."""
-    if component is None:
-        return
-    try:
-        left = [json.loads(component.__getstate__())]
-    except Exception:  # it is written in Python
-        left = [{"type": ""}]
-    while left:
-        part = left.pop()
-        inner = [part[name] for name in ("normalizers", "pretokenizers", "processors") if name in part]
-        if part["type"] == "Sequence" and inner:
-            left += inner[0]
-        else:
-            yield part
+    return {part["type"] for part in parts_of(component)}
 
 
 def _overlapping(tokens: set[str], others: Iterable[str]) -> set[str]:

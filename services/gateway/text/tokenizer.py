@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,7 @@ import tokenizers
 
 from services.gateway.text.batches import Batches, Outcome, result
 from services.gateway.text.checked_ids import CheckedIds
-from services.gateway.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.dividers import dividers_of
 from services.gateway.text.prefixes import PrefixCache, Untokenized
 from services.gateway.untrusted import TokenizerParts
@@ -29,16 +29,20 @@ class TooManyTokens(ValueError):
 
 
 class Tokenizer:
-    def __init__(self, tokenizer: tokenizers.Tokenizer, most: int = MOST_TOKENS, longest_token: int = 0) -> None:
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, most: int = MOST_TOKENS, parts: TokenizerParts | None = None
+    ) -> None:
         """
         Args:
             most: of a text. To read more of them out of the library would take too long.
-            longest_token: in characters, where that is known.
+            parts: what it was assembled of, if it was.
         """
         self._tokenizer, self._most = tokenizer, most
-        words = tokenizer.get_vocab(with_added_tokens=True) if not longest_token else ()
+        words = {} if parts else tokenizer.get_vocab(with_added_tokens=True)
         # A text has at least its length divided by this in tokens.
-        self.longest_token = longest_token or max(map(len, words))
+        self.longest_token = parts.longest_token if parts else max(map(len, words))
+        # All ids are below it. There may be fewer tokens than that, for not every id must have one.
+        self.vocab_size = parts.vocab_size if parts else max(words.values()) + 1
         self._vocabulary = Vocabulary(tokenizer)
         self.token_bytes = self._vocabulary.token_bytes
         self._texts: dict[frozenset[int], dict[int, str]] = {}  # by the tokens that are hidden
@@ -57,12 +61,8 @@ class Tokenizer:
             ValueError: it is malformed.
         """
         if parts is not None:
-            return cls(as_served(parts.assemble()), most, parts.longest_token)
+            return cls(as_served(parts.assemble()), most, parts)
         return cls(load_tokenizer(folder), most)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocabulary.size
 
     async def encode(self, text: str, add_special_tokens: bool) -> CheckedIds:
         if len(text) < LONG_TEXT:
@@ -89,8 +89,8 @@ class Tokenizer:
         return await asyncio.gather(*(self._with_special.encode(Untokenized([text])) for text in texts))
 
     def token_ids(self, mark: str) -> tuple[int, ...]:
-        """Token ids of a few characters."""
-        return tuple(self._encode_short(mark, False))
+        """Returns the tokens, special ones among them, of a few characters within a text."""
+        return tuple(self._vocabulary.spell(mark, with_special=True))
 
     def token_id(self, token: str) -> int | None:
         """Returns the id of a token by its name; None where there is none."""
@@ -98,7 +98,7 @@ class Tokenizer:
 
     def mark(self, text: str) -> str | int:
         """The special token that it is, if it is one: no other token says so then."""
-        found = self._tokenizer.token_to_id(text)
+        found = self._vocabulary.added.get(text)
         return found if found in self._vocabulary.special else text
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -108,15 +108,24 @@ class Tokenizer:
         """A fresh one, for one answer. Special tokens in `shown` are text, whatever becomes of the others."""
         hidden = self._vocabulary.special if skip_special_tokens else frozenset()
         if hidden and shown:
-            hidden = hidden.difference(map(self._tokenizer.token_to_id, shown))
-        if self._vocabulary.byte_level:
-            texts = self._texts.setdefault(hidden, {})
-            return ByteDetokenizer(lambda token_id: b"" if token_id in hidden else self.token_bytes(token_id), texts)
-        return WindowDetokenizer(lambda ids: self.decode([i for i in ids if i not in hidden], False))
+            hidden = hidden.difference(map(self._vocabulary.added.get, shown))
+        texts = self._texts.setdefault(hidden, {})
+        return Detokenizer(lambda token_id: b"" if token_id in hidden else self.token_bytes(token_id), texts)
 
-    async def spellings(self, word: str) -> list[CheckedIds]:
-        """The tokens of a word at the beginning of a text and within one."""
-        return [await self.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}")]
+    def pieces(self, token_ids: Iterable[int]) -> Iterator[str]:
+        """Yields what each token of a whole text adds to it. The library may leave a space out of its beginning."""
+        detokenizer, begun = self.detokenizer(), False
+        for token_id in token_ids:
+            piece = detokenizer.feed(token_id)
+            if piece and not begun:
+                begun = True
+                if piece.encode() == self.token_bytes(token_id):
+                    piece = self.decode([token_id])
+            yield piece
+
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """Returns the tokens of a word within a text, as it is and behind a space."""
+        return [self.token_ids(text) for text in (word, f" {word.lstrip()}")]
 
     def _encode_short(self, text: str, add_special_tokens: bool) -> CheckedIds:
         # As a batch: encode() would hold the interpreter's lock, and so the event loop, for as long as it takes.

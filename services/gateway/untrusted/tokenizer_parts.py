@@ -39,6 +39,7 @@ class TokenizerParts:
     vocabulary: Sequence[bytes]  # maps of tokens to ids
     merges: Sequence[bytes]  # lists of tokens, two for each merge
     longest_token: int  # in characters
+    vocab_size: int  # more than any id
 
     def assemble(self) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_buffer(self.frame)
@@ -105,6 +106,7 @@ def _apart(said: dict[str, Any]) -> TokenizerParts:
         vocabulary=[orjson.dumps(dict(piece)) for piece in _pieces(list(model["vocab"].items()))],
         merges=[orjson.dumps(list(chain.from_iterable(piece))) for piece in _pieces(merges)],
         longest_token=max(map(len, chain(model["vocab"], added))),
+        vocab_size=1 + max(chain(model["vocab"].values(), added.values())),
     )
 
 
