@@ -20,6 +20,7 @@ MAX_COMPILED = 64
 STACK_BYTES = 32 * 2**20
 # In bytes: llguidance panics at words of more than 1024. No grammar lets a longer one be chosen.
 MAX_WORD = 1000
+NO_WORD = "the model's vocabulary has no token for what must come next"
 
 
 class Guide:
@@ -35,16 +36,16 @@ class Guide:
         if new:
             self._num_followed = len(tokens)
             self._matcher.consume_tokens(new)
-        return self._matcher.get_error() if self._matcher.is_error() else ""
+        return self._error()
 
     def forced(self) -> list[int]:
         """The tokens that must come next, as far as there is no choice."""
         return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
 
-    def fill(self, pointer: int, size: int, aheads: Sequence[Sequence[int]]) -> None:
+    def fill(self, pointer: int, size: int, aheads: Sequence[Sequence[int]]) -> str:
         """Write the masks of what may follow each of `aheads`, of `size` bytes, up to one that is not allowed itself.
 
-        Each begins with the one before it.
+        Each begins with the one before it. Returns what is wrong, if anything: the masks say nothing then.
         """
         matcher, count = self._matcher, 0
         for i, ahead in enumerate(aheads):
@@ -52,8 +53,15 @@ class Guide:
             if count < len(ahead):
                 break  # it will not be drawn, so what would follow it does not matter
             matcher.unsafe_compute_mask_ptr(pointer + i * size, size)
-        if count:
+        if count and not matcher.is_error():
             matcher.rollback(count)
+        return self._error()
+
+    def _error(self) -> str:
+        if not self._matcher.is_error():
+            return ""
+        error = self._matcher.get_error().partition("\n")[0]  # then comes the state of a parser
+        return NO_WORD if error == "NoExtensionBias" else error
 
 
 class Grammars:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from tandem import grammar
+from tandem.engine.sampling.guided import masks_of
 from tandem.grammar import Grammars, Guide, InvalidGrammar
 from tandem.vocabulary import Vocabulary
 from tests.gateway.tiny_model import byte_level_tokenizer, write_model
@@ -21,7 +24,7 @@ WORDS = byte_level_tokenizer()
 
 def allowed_by(guide: Guide, vocab_size: int) -> list[int]:
     mask = np.zeros(-(-vocab_size // 32), np.int32)
-    guide.fill(mask.ctypes.data, mask.nbytes, [[]])
+    assert not guide.fill(mask.ctypes.data, mask.nbytes, [[]])
     return [i for i in range(32 * len(mask)) if mask[i // 32] >> i % 32 & 1]
 
 
@@ -112,6 +115,22 @@ def test_a_word_of_which_llguidance_panics_is_never_allowed(tmp_path: Path) -> N
     tokenizer.decoder = decoders.Fuse()
     model = OneModel(tmp_path / "long", tokenizer, 0, 4)
     assert allowed_by(model.grammars.start(grammar.of_regex("a*")), 4) == [0, 1]
+
+
+@pytest.mark.parametrize("regex", ["🦜", "a🦜", "[ab]🦜"])
+def test_what_the_vocabulary_cannot_say_is_an_error_and_no_answer(tmp_path: Path, regex: str) -> None:
+    tokenizer = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2}, [], unk_token="</s>"))
+    tokenizer.decoder = decoders.Fuse()
+    model = OneModel(tmp_path / "short", tokenizer, 0, 3)
+    guide, mask = model.grammars.start(grammar.of_regex(regex)), np.zeros(1, np.int32)
+    wrong = guide.fill(mask.ctypes.data, 4, [[]]) or guide.follow([1]) or guide.fill(mask.ctypes.data, 4, [[]])
+    assert wrong == "the model's vocabulary has no token for what must come next"
+    said = [] if regex == "🦜" else [1]
+    row: Any = SimpleNamespace(guide=model.grammars.start(grammar.of_regex(regex)), token_ids=said, answer_start=0)
+    row.ahead, row.error = [], None
+    masks_of([row], 3)
+    assert row.error == f"the answer cannot follow its grammar: {wrong}"
+    assert model.walk(grammar.of_regex("🦜|ab")) == "ab"
 
 
 def test_a_model_that_cannot_end_is_no_model_for_grammars(tmp_path: Path) -> None:

@@ -34,10 +34,11 @@ class NamedGuide(Guide):
         self._page.masked()
         return tokens
 
-    def fill(self, pointer: int, size: int, aheads: Rows[Rows[int]]) -> None:
+    def fill(self, pointer: int, size: int, aheads: Rows[Rows[int]]) -> str:
         self._page.masking(self._seq.slot)
-        self._guide.fill(pointer, size, aheads)
+        wrong = self._guide.fill(pointer, size, aheads)
         self._page.masked()
+        return wrong
 
 
 # (rows, a word for 32 tokens each)
@@ -55,11 +56,11 @@ def masks_of(seqs: Rows[Row], vocab_size: int) -> Masks | None:
             continue
         of_guide = list(rows)
         first = seqs[of_guide[0]]
-        if wrong := guide.follow(first.token_ids[first.answer_start : len(first.token_ids) - len(first.ahead)]):
+        wrong = guide.follow(first.token_ids[first.answer_start : len(first.token_ids) - len(first.ahead)])
+        wrong = wrong or guide.fill(address + of_guide[0] * size, size, [seqs[row].ahead for row in of_guide])
+        if wrong:
             for row in of_guide:
-                seqs[row].error = f"the answer does not follow its grammar: {wrong}"
-        else:
-            guide.fill(address + of_guide[0] * size, size, [seqs[row].ahead for row in of_guide])
+                seqs[row].error = f"the answer cannot follow its grammar: {wrong}"
     return masks
 
 
