@@ -9,6 +9,7 @@ holed     byte-level, with special and added tokens among the other ids, two of 
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,27 @@ def _holed(demo: str) -> str:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     said["added_tokens"] += [{"id": i, "content": word, "special": i == 100, **flags} for word, i in MIDDLE.items()]
     return json.dumps(said, ensure_ascii=False)
+
+
+def rows_of(name: str) -> int:
+    """Returns the number of logits of its model."""
+    return max(tokenizer_of(name).get_vocab().values()) + 1 + (PADDING if name == "padded" else 0)
+
+
+def model_of(name: str, folder: Path) -> Path:
+    """Returns the folder of a model with that tokenizer, and with the demo model's weights: a word may be any other."""
+    import torch  # which takes longer to import than most tests of tokenizers take
+    from safetensors.torch import load_file, save_file
+
+    made = folder / name
+    shutil.copytree(DEMO, made)
+    tokenizer_of(name).save(str(made / "tokenizer.json"))
+    rows = rows_of(name)
+    weights = load_file(made / "model.safetensors")
+    words = weights["model.embed_tokens.weight"]
+    weights["model.embed_tokens.weight"] = words[torch.arange(rows) % len(words)].contiguous()
+    save_file(weights, made / "model.safetensors")
+    special = {"eos_token_id": ENDS[name], "bos_token_id": ENDS[name], "pad_token_id": ENDS[name]}
+    for file, more in (("config.json", {"vocab_size": rows}), ("generation_config.json", {})):
+        (made / file).write_text(json.dumps({**json.loads((made / file).read_text()), **special, **more}))
+    return made

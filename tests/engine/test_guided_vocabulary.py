@@ -17,7 +17,7 @@ from tandem.engine.sampling.guided import masks_of
 from tandem.grammar import Grammars, Guide, InvalidGrammar
 from tandem.vocabulary import Vocabulary
 from tests.gateway.tiny_model import byte_level_tokenizer, write_model
-from tests.vocabularies import ENDS, HOLE, MIDDLE, NAMES, PADDING, TEXTS, tokenizer_of
+from tests.vocabularies import ENDS, HOLE, MIDDLE, NAMES, TEXTS, rows_of, tokenizer_of
 
 WORDS = byte_level_tokenizer()
 
@@ -66,9 +66,8 @@ class OneModel:
 
 @pytest.fixture(scope="module", params=NAMES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OneModel:
-    tokenizer = tokenizer_of(request.param)
-    rows = max(tokenizer.get_vocab().values()) + 1 + (PADDING if request.param == "padded" else 0)
-    return OneModel(tmp_path_factory.mktemp("model") / request.param, tokenizer, ENDS[request.param], rows)
+    name, folder = request.param, tmp_path_factory.mktemp("model")
+    return OneModel(folder / name, tokenizer_of(name), ENDS[name], rows_of(name))
 
 
 @pytest.mark.parametrize("text", TEXTS)
