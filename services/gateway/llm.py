@@ -45,7 +45,7 @@ class LLM:
     metrics: Metrics
     front: FrontDesk
     via: Via | None = None  # of a request that named an alias, which has an LLM of its own
-    _longest: tuple[Sequence[LiveWorker] | None, int] = (None, 0)
+    _sizes: tuple[Sequence[LiveWorker] | None, int, int] = (None, 0, 0)
 
     @property
     def settings(self) -> GatewaySettings:
@@ -73,20 +73,26 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """The model's own, or what the smallest of its workers allows, or what the largest decode pool can hold.
+        """The model's own, or what the smallest of its workers allows, or what the largest decode pool can hold."""
+        return self._of_workers[1]
 
-        Counted once for each time that the view is read.
-        """
+    @property
+    def vocab_size(self) -> int:
+        """The ids that workers take are below it: some may be no words, and clients may send them all the same."""
+        return self._of_workers[2]
+
+    @property
+    def _of_workers(self) -> tuple[Sequence[LiveWorker] | None, int, int]:
+        """Counted once for each time that the view is read."""
         workers = self.front.view.workers
-        if self._longest[0] is not workers:
-            self._longest = workers, self._max_model_len()
-        return self._longest[1]
-
-    def _max_model_len(self) -> int:
-        infos = [worker.info for worker in self.pool.workers]
-        pools = (info.num_blocks * info.block_size for info in infos if info.role is Role.DECODE)
-        longest = min([self.model.max_model_len, *(info.max_model_len for info in infos)])
-        return min(longest, max(pools, default=longest))
+        if self._sizes[0] is not workers:
+            infos = [worker.info for worker in self.pool.workers]
+            pools = (info.num_blocks * info.block_size for info in infos if info.role is Role.DECODE)
+            longest = min([self.model.max_model_len, *(info.max_model_len for info in infos)])
+            reported = (info.vocab_size for info in infos if info.vocab_size)
+            vocab_size = min(reported, default=self.model.tokenizer.vocab_size)
+            self._sizes = workers, min(longest, max(pools, default=longest)), vocab_size
+        return self._sizes
 
     @property
     def seats(self) -> int:
@@ -153,8 +159,8 @@ class LLM:
 
     @property
     def bounds(self) -> PromptBounds:
-        longest, tokenizer = self.max_model_len, self.model.tokenizer
-        return PromptBounds(self.settings.max_choices, longest, longest * tokenizer.longest_token, tokenizer.vocab_size)
+        longest, longest_token = self.max_model_len, self.model.tokenizer.longest_token
+        return PromptBounds(self.settings.max_choices, longest, longest * longest_token, self.vocab_size)
 
     async def sampling(
         self, given: Mapping[str, Any], names: Mapping[str, str], structure: Structure | None, caller: str
@@ -164,7 +170,7 @@ class LLM:
         Raises:
             InvalidRequest | Unavailable
         """
-        found = await read_sampling(given, self.model, names)
+        found = await read_sampling(given, self.model, self.vocab_size, names)
         grammar = await self.front.grammars.grammar_for(structure, caller)
         return replace(found, grammar=grammar) if grammar else found
 
@@ -210,7 +216,7 @@ class LLM:
             check_length(prompt, request.given.get("max_tokens"), longest, param)
             check_tier(request.client.tier, len(prompt), request.given.get("max_tokens"), param)
             if not isinstance(prompt, CheckedIds):
-                check_prompt(prompt, self.model.tokenizer.vocab_size, param)
+                check_prompt(prompt, self.vocab_size, param)
         seed = request.given.get("seed")
         return Answer(
             request, self.pipeline, front.allowances, front.running,

@@ -74,6 +74,7 @@ class WorkerInfo:
     node: str = ""  # these three: its location
     nvlink_domain: str = ""
     zone: str = ""
+    vocab_size: int = 0  # of its logits, which are not its tokenizer's words; 0: it does not say
 
     @property
     def key(self) -> ModelKey:

@@ -185,6 +185,26 @@ async def test_rows_beyond_the_words_say_nothing(cluster: dict[str, Served]) -> 
     assert found, "no seed of this test draws one"
 
 
+async def test_ids_beyond_the_words_are_taken_as_far_as_the_model_has_rows(served: Served) -> None:
+    """Clients send back the tokens of an answer, whatever these say."""
+    rows = rows_of(served.name)
+    for over in (0, 1):
+        last = rows - 1 + over
+        for field, value in (
+            ("prompt", [5, last]), ("logit_bias", {str(last): 100}), ("stop_token_ids", [last]),
+            ("allowed_token_ids", [last]),
+        ):  # fmt: skip
+            body = {"model": served.name, "prompt": PROMPT, "max_tokens": 2, "temperature": 0, field: value}
+            answer = await served.http.post("/v1/completions", json={**body, "return_token_ids": True})
+            assert answer.status_code == (400 if over else 200), answer.text
+            if over:
+                assert answer.json()["error"]["param"] == field
+            elif field in ("logit_bias", "allowed_token_ids"):
+                assert answer.json()["choices"][0]["token_ids"] == [last, last]
+        answer = await served.http.post("/detokenize", json={"model": served.name, "tokens": [5, last]})
+        assert answer.status_code == (400 if over else 200)
+
+
 @pytest.mark.parametrize("asked", ["text", "ids"])
 async def test_an_echo_and_its_offsets(served: Served, asked: str) -> None:
     """A prompt of token ids is echoed as the library decodes it from its beginning."""

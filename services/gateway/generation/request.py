@@ -110,17 +110,18 @@ class Generation:
 async def read_sampling(
     given: Mapping[str, Any],
     model: ServedModel,
+    vocab_size: int,
     names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
     """
     Args:
         given: what the client said, by SamplingParams' names.
+        vocab_size: all ids of tokens are below it.
         names: the client's own names of fields, where they differ.
 
     Raises:
         InvalidRequest: naming the first field that is wrong.
     """
-    vocab_size = model.tokenizer.vocab_size
     try:
         sampling = SamplingParams.of({**model.defaults, **given})
         sampling.check_vocabulary(vocab_size)

@@ -55,5 +55,5 @@ async def detokenize(llm: LLM, body: Incoming, client: Caller) -> dict[str, Any]
         assert isinstance(read, CheckedIds)
         tokens = read
     llm.bounds.check_tokens(len(tokens), "tokens")
-    check_prompt(tokens, llm.model.tokenizer.vocab_size, "tokens")
+    check_prompt(tokens, llm.vocab_size, "tokens")
     return {"prompt": await asyncio.to_thread(llm.model.tokenizer.decode, tokens, skip_special_tokens=False)}
