@@ -2,6 +2,8 @@
 
 tokenizer.ggml.model   gpt2    byte-level BPE; tokenizer.ggml.pre names how texts are cut before it
                        llama   SentencePiece: merges follow from the words' scores, other bytes are words of their own
+
+Names of unused ids, as "[PAD151665]" where a model has more rows than words, are no words: such an id has none.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def _byte_level(metadata: Metadata, words: list[str]) -> Tokenizer:
     if not all(isinstance(merge, str) and " " in merge for merge in merges):
         raise ValueError(f"{metadata.file}: tokenizer.ggml.merges must be pairs of words")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    ids = {word: i for i, word in enumerate(words)}
+    ids = _ids(metadata, words)
     tokenizer = _made(metadata, lambda: models.BPE(vocab=ids, merges=pairs))
     tokenizer.pre_tokenizer = _cut(metadata)
     tokenizer.decoder = decoders.ByteLevel()
@@ -84,7 +86,7 @@ def _sentencepiece(metadata: Metadata, words: list[str]) -> Tokenizer:
     scores = metadata.need("tokenizer.ggml.scores", list[Any])
     if len(scores) != len(words):
         raise ValueError(f"{metadata.file}: tokenizer.ggml.scores must have one number a word")
-    ids = {word: i for i, word in enumerate(words)}
+    ids = _ids(metadata, words)
     merges = sorted(_merges(ids), key=lambda merge: (-scores[merge[0]], merge[1:]))
     pairs = [(words[left], words[right]) for _, left, right in merges]
     unknown = special_tokens_of(metadata).get("unk_token")
@@ -99,6 +101,11 @@ def _sentencepiece(metadata: Metadata, words: list[str]) -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return tokenizer
+
+
+def _ids(metadata: Metadata, words: list[str]) -> dict[str, int]:
+    types = metadata.get("tokenizer.ggml.token_type", list[Any]) or []
+    return {word: i for i, word in enumerate(words) if types[i : i + 1] != [UNUSED]}
 
 
 def _merges(ids: dict[str, int]) -> Iterator[tuple[int, int, int]]:
