@@ -27,7 +27,7 @@ from services.gateway.generation import (
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel, Via
 from services.gateway.settings import Disaggregation, GatewaySettings
-from services.gateway.text import CheckedIds, TooManyTokens
+from services.gateway.text import CheckedIds, TooManyTokens, UnreadText
 from services.gateway.untrusted import TemplateOptions
 from services.gateway.workers import WorkerPool
 from tandem.registry import LiveWorker, ModelKey, Role
@@ -254,3 +254,5 @@ def _refused(param: str) -> Iterator[None]:
         yield
     except TooManyTokens as error:
         raise InvalidRequest(f"{param}: {error}", param, "context_length_exceeded") from None
+    except UnreadText as error:
+        raise InvalidRequest(f"{param}: {error}", param, "tokenizer_failed") from None

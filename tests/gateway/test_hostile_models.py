@@ -188,6 +188,33 @@ async def test_files_that_harm_are_never_served(
             assert bystander.late_s < MOST_S, name
 
 
+@pytest.mark.alone
+async def test_a_pattern_that_does_not_end_harms_its_own_texts_alone(
+    gateway: Gateway, bystander: Bystander, http: httpx.AsyncClient, settings: GatewaySettings, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One pattern fails after ten million tries; the other succeeds, after a million for each character."""
+    monkeypatch.setattr("services.gateway.text.tokenizer.MOST_S", 0.3)
+    short, row = {"prompt": "hello"}, "a" * 40 + "b"
+    slow: dict[str, list[dict[str, Any]]] = {
+        "(a+)+$": [{"prompt": row}, {"prompt": row * 200}, {"prompt": [row]}, {"prompt": "x", "bad_words": [row]}],
+        "a{0,600}a{0,600}c|a": [{"prompt": "a" * 3500}, {"prompt": "a" * 4500}],
+    }
+    async with AsyncExitStack() as stack:
+        for i, (regex, bodies) in enumerate(slow.items()):
+            folder = changed(folder_of(CONTEXT), tmp_path / str(i), tokenizer=patterns(regex))
+            await stack.enter_async_context(served(settings, f"slow-{i}", folder, [5]))
+            await joined(gateway, f"slow-{i}")
+            assert (await http.post("/v1/completions", json={"model": f"slow-{i}", **short})).status_code == 200
+            asked = [http.post("/v1/completions", json={"model": f"slow-{i}", **body}) for body in bodies]
+            other = http.post("/v1/completions", json={"model": MODEL, **short})
+            *bad, good = await bystander.beside(asyncio.gather(*asked, other))
+            assert good.status_code == 200
+            for answer in bad:
+                assert (answer.status_code, answer.json()["error"]["code"]) == (400, "tokenizer_failed"), answer.text
+            assert bystander.late_s < MOST_S, regex
+
+
 async def test_fingerprints_of_another_shape_are_refused_by_name(
     gateway: Gateway, peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from services.gateway.access import ANYONE, Caller
 from services.gateway.admission import NO_TARGETS, Targets
 from services.gateway.errors import InvalidRequest
 from services.gateway.model import ServedModel
-from services.gateway.text import CheckedIds
+from services.gateway.text import CheckedIds, UnreadText
 from services.gateway.tools import ReadingPlan
 from tandem.sampling import INTERNAL, InvalidParameter, SamplingParams, check_token_ids
 from tandem.speculative import Speculative
@@ -137,12 +137,23 @@ async def read_sampling(
         raise InvalidRequest(f"{name} {error.problem}", name) from None
     if not sampling.bad_words and INTERNAL.isdisjoint(given):
         return sampling
-    spellings = [ids for word in sampling.bad_words for ids in model.tokenizer.spellings(word)]
+    spellings = await _spellings(sampling.bad_words, model)
     return replace(
         sampling,
         grammar="",
         bad_words_token_ids=tuple(sorted({ids for ids in spellings if ids})),
     )
+
+
+async def _spellings(words: Sequence[str], model: ServedModel) -> Sequence[tuple[int, ...]]:
+    """
+    Raises:
+        InvalidRequest: the model's tokenizer cannot read one of the words.
+    """
+    try:
+        return await model.tokenizer.spellings(words) if words else ()
+    except UnreadText as error:
+        raise InvalidRequest(f"bad_words: {error}", "bad_words", "tokenizer_failed") from None
 
 
 def truncated(prompt: Sequence[int], keep: int | None) -> Sequence[int]:

@@ -4,7 +4,7 @@ text -> Tokenizer -> token ids
 token ids -> Detokenizer -> text -> StopStrings -> the client
 """
 
-from services.gateway.text.batches import Batches
+from services.gateway.text.batches import Batches, UnreadText
 from services.gateway.text.checked_ids import CheckedIds
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.stop import StopStrings
@@ -18,4 +18,5 @@ __all__ = [
     "StopStrings",
     "Tokenizer",
     "TooManyTokens",
+    "UnreadText",
 ]

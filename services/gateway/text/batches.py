@@ -19,6 +19,12 @@ from tandem.process import WorkThreads
 
 BATCH = 2**16
 LONG_AT_ONCE = 2
+
+
+class UnreadText(ValueError):
+    """A text that a model's tokenizer cannot read, or not in time."""
+
+
 Outcome: TypeAlias = "CheckedIds | Exception"
 Text = TypeVar("Text", bound=Sized)  # its size is in characters
 Waiting = tuple[Text, "asyncio.Future[Outcome]"]
@@ -75,7 +81,7 @@ class Batches(Generic[Text]):
         except BaseException as error:  # some input might make the library panic, which is no Exception
             if len(texts) > 1:
                 return [self._read([text])[0] for text in texts]
-            return [error if isinstance(error, Exception) else RuntimeError(f"the tokenizer: {error}")]
+            return [error if isinstance(error, Exception) else UnreadText(f"the model's tokenizer fails: {error}")]
 
 
 def result(outcome: Outcome) -> CheckedIds:

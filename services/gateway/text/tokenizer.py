@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import tokenizers
 
-from services.gateway.text.batches import Batches, Outcome, result
+from services.gateway.text.batches import Batches, Outcome, UnreadText, result
 from services.gateway.text.checked_ids import CheckedIds
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.dividers import dividers_of
+from services.gateway.text.patterns import has_known_patterns
 from services.gateway.text.prefixes import PrefixCache, Untokenized
 from services.gateway.untrusted import TokenizerParts
+from tandem.process import WorkThreads
 from tandem.vocabulary import Vocabulary, as_served, load_tokenizer
 
 # Longer texts are tokenized in batches on a thread: the event loop serves other requests meanwhile.
 LONG_TEXT = 4096
+T = TypeVar("T")
 MOST_TOKENS = 2**20
+# A tokenizer whose patterns are not known may read for ever. No prompt of a model takes nearly as long.
+MOST_S = 30.0
 
 
 class TooManyTokens(ValueError):
@@ -45,6 +51,8 @@ class Tokenizer:
         self.vocab_size = parts.vocab_size if parts else max(words.values()) + 1
         self._vocabulary = Vocabulary(tokenizer)
         self.token_bytes = self._vocabulary.token_bytes
+        self._is_quick = has_known_patterns(tokenizer)
+        self._speller, self._marks = WorkThreads("spell", 1), dict[str, tuple[int, ...]]()
         self._texts: dict[frozenset[int], dict[int, str]] = {}  # by the tokens that are hidden
         self._with_special, self._without_special = (
             Batches(partial(self._encode, special)) for special in (True, False)
@@ -65,9 +73,9 @@ class Tokenizer:
         return cls(load_tokenizer(folder), most)
 
     async def encode(self, text: str, add_special_tokens: bool) -> CheckedIds:
-        if len(text) < LONG_TEXT:
+        if len(text) < LONG_TEXT and self._is_quick:
             return self._encode_short(text, add_special_tokens)
-        return await self._encode_rest(Untokenized([text]), add_special_tokens)
+        return await self._encode_beside(Untokenized([text]), add_special_tokens)
 
     async def encode_chat(self, text: str, salt: str) -> CheckedIds:
         """Encodes a rendered conversation, whose template adds its special tokens itself.
@@ -84,13 +92,16 @@ class Tokenizer:
 
     async def encode_each(self, texts: Sequence[str]) -> list[CheckedIds]:
         """With special tokens."""
-        if sum(map(len, texts)) < LONG_TEXT:
+        if sum(map(len, texts)) < LONG_TEXT and self._is_quick:
             return [self._encode_short(text, True) for text in texts]
-        return await asyncio.gather(*(self._with_special.encode(Untokenized([text])) for text in texts))
+        return await asyncio.gather(*(self._encode_beside(Untokenized([text]), True) for text in texts))
 
     def token_ids(self, mark: str) -> tuple[int, ...]:
-        """Returns the tokens, special ones among them, of a few characters within a text."""
-        return tuple(self._vocabulary.spell(mark, with_special=True))
+        """Returns the tokens, special ones among them, of a mark of the model's format within a text."""
+        known = self._marks.get(mark)
+        if known is None:
+            known = self._marks[mark] = tuple(self._vocabulary.spell(mark, with_special=True))
+        return known
 
     def token_id(self, token: str) -> int | None:
         """Returns the id of a token by its name; None where there is none."""
@@ -123,9 +134,17 @@ class Tokenizer:
                     piece = self.decode([token_id])
             yield piece
 
-    def spellings(self, word: str) -> list[tuple[int, ...]]:
-        """Returns the tokens of a word within a text, as it is and behind a space."""
-        return [self.token_ids(text) for text in (word, f" {word.lstrip()}")]
+    async def spellings(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """Returns the tokens of each word within a text, as it is and behind a space."""
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        return await self._in_time(self._speller.run(self._spell, texts))
+
+    def _spell(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Runs on a thread: the first word that is not spelled as the model would looks at all others."""
+        try:
+            return [tuple(self._vocabulary.spell(text, with_special=True)) for text in texts]
+        except BaseException as error:  # where the library panics
+            raise UnreadText(f"the model's tokenizer fails: {error}") from None
 
     def _encode_short(self, text: str, add_special_tokens: bool) -> CheckedIds:
         # As a batch: encode() would hold the interpreter's lock, and so the event loop, for as long as it takes.
@@ -135,9 +154,23 @@ class Tokenizer:
         return CheckedIds("I", encoding.ids)
 
     async def _encode_rest(self, text: Untokenized, add_special_tokens: bool) -> CheckedIds:
-        if len(text) < LONG_TEXT:
+        if len(text) < LONG_TEXT and self._is_quick:
             return result(self._encode(add_special_tokens, [text])[0])
-        return await (self._with_special if add_special_tokens else self._without_special).encode(text)
+        return await self._encode_beside(text, add_special_tokens)
+
+    async def _encode_beside(self, text: Untokenized, add_special_tokens: bool) -> CheckedIds:
+        """Encodes a text on a thread."""
+        return await self._in_time((self._with_special if add_special_tokens else self._without_special).encode(text))
+
+    async def _in_time(self, work: Awaitable[T]) -> T:
+        """Awaits work of a thread. Raises UnreadText where it takes longer than it may."""
+        if self._is_quick:
+            return await work
+        try:
+            async with asyncio.timeout(MOST_S):
+                return await work
+        except TimeoutError:
+            raise UnreadText(f"the model's tokenizer has not read it in {MOST_S:.0f} s") from None
 
     def _encode(self, add_special_tokens: bool, texts: Sequence[Untokenized]) -> list[Outcome]:
         pieces = [piece for text in texts for piece in text.pieces]
