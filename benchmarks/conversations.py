@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.models import LARGE, OUT, made
+from tandem import rpc
 from tandem.commands.up import DEMO_MODEL
 from tandem.local import free_ports
 from tandem.v1 import llm_pb2, llm_pb2_grpc
@@ -84,7 +85,7 @@ _NOBODY = MeasuredTurn(1, 1, 0, 0, float("nan"))
 
 
 def _measured(folder: str, prefill: int, decode: int, conversations: int) -> list[MeasuredTurn]:
-    with _running(folder, prefill, decode) as address, grpc.insecure_channel(address) as channel:
+    with _running(folder, prefill, decode) as address, grpc.insecure_channel(address, rpc.CHANNEL_OPTIONS) as channel:
         service = llm_pb2_grpc.LLMServiceStub(channel)
         _converse(service, random.Random("warm"))
         return [turn for seed in range(conversations) for turn in _converse(service, random.Random(seed))]
@@ -97,7 +98,10 @@ def _compare_returning(folder: str) -> None:
     for name, disk in (("computed again", "0"), ("restored from disk", "8GiB")):
         with tempfile.TemporaryDirectory(dir=OUT) as blocks:
             settings = {"TANDEM_KV_DISK": disk, "TANDEM_KV_DISK_FOLDER": blocks, "TANDEM_NUM_BLOCKS": str(SMALL_CACHE)}
-            with _running(folder, 0, 1, settings) as address, grpc.insecure_channel(address) as channel:
+            with (
+                _running(folder, 0, 1, settings) as address,
+                grpc.insecure_channel(address, rpc.CHANNEL_OPTIONS) as channel,
+            ):
                 service = llm_pb2_grpc.LLMServiceStub(channel)
                 turns = [turn for _ in range(2) for seed in range(RETURNING) for turn in _return(service, seed)]
         again = turns[RETURNING:]

@@ -69,7 +69,7 @@ def begin(stack: ExitStack, service: str, *options: str) -> float:
 
 async def is_ready(port: int) -> bool:
     try:
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(trust_env=False) as client:
             return (await client.get(f"http://127.0.0.1:{port}/health/ready")).status_code == 200
     except httpx.TransportError:
         return False

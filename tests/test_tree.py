@@ -250,6 +250,20 @@ def test_time_chance_threads_and_sockets_are_used_in_shells_only() -> None:
     assert {name: found for name, found in offenders.items() if found} == {}
 
 
+# What makes a client, and where alone: a machine's proxy variables would lead others out of the cluster.
+CLIENTS = {
+    "insecure_channel(": "tandem/rpc/endpoints.py", "secure_channel(": "tandem/rpc/endpoints.py",
+    "httpx.AsyncClient(": "tandem/commands/gateways.py", "DefaultHttpxClient(": "tandem/commands/chat.py",
+    "httpx.Client(": "", "httpx.get(": "", "httpx.post(": "", "urlopen(": "", "build_opener(": "",
+}  # fmt: skip
+
+
+def test_clients_of_a_cluster_pass_by_proxies() -> None:
+    texts = {str(path.relative_to(ROOT)): path.read_text() for _, path in modules()}
+    made = [(name, call) for name, text in texts.items() for call in CLIENTS if call in text]
+    assert [(name, call) for name, call in made if name != CLIENTS[call]] == []
+
+
 def test_what_lands_is_held_to_lint_and_the_tests_alone() -> None:
     """A gate that takes long is passed by nothing: the rest is `make check`."""
     script = (ROOT / ".ci" / "run").read_text().splitlines()

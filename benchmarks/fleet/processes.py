@@ -132,7 +132,7 @@ def _gateways(fleet: NullFleet, http: list[int], grpc: list[int], redis: int) ->
 
 
 async def _ready(fleet: NullFleet, ports: list[int]) -> None:
-    async with asyncio.timeout(READY_BOUND_S), httpx.AsyncClient(timeout=2.0) as client:
+    async with asyncio.timeout(READY_BOUND_S), httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
         for port in ports:
             while not await _linked(client, port, fleet):
                 await asyncio.sleep(0.2)

@@ -174,7 +174,7 @@ def _environment(tree: Path) -> dict[str, str]:
 
 def _ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health/ready", timeout=2.0).status_code == 200
+        return httpx.get(f"{url}/health/ready", timeout=2.0, trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -15,6 +15,7 @@ from grpc import aio
 
 from benchmarks.results import Arrival, TimedAnswer
 from benchmarks.traffic.mooncake import TraceRequest
+from tandem import rpc
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 
 TIMEOUT_S = 120.0
@@ -38,7 +39,7 @@ async def replay(
 
     What was cached under another `salt` is not found.
     """
-    channels = [aio.insecure_channel(address) for address in addresses]
+    channels = [aio.insecure_channel(address, rpc.CHANNEL_OPTIONS) for address in addresses]
     stubs = [llm_pb2_grpc.LLMServiceStub(channel) for channel in channels]
     try:
         return await replay_through(requests, stubs, model, salt)

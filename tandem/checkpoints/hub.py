@@ -302,7 +302,7 @@ def _said(model: str, ask: Callable[[], T]) -> T:
         raise ValueError(f"{model}: {where} has no such model, or it is private: set HF_TOKEN") from None
     except errors.HFValidationError as error:
         raise ValueError(f"{model}: {error}") from None
-    except (OSError, HTTPError) as error:
+    except (OSError, HTTPError, ImportError) as error:  # the last where a proxy speaks SOCKS, which needs a package
         raise Unreachable(f"{model}: {where}: {' '.join(str(error).split())[:300]}") from None
 
 

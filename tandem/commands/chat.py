@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import openai
-from openai import OpenAI, omit
+from openai import DefaultHttpxClient, OpenAI, omit
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 from rich.console import Console
@@ -93,7 +94,10 @@ def main(arguments: list[str]) -> None:
     settings = load(ChatSettings, arguments, "tandem chat")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background processes ignore it
     url = settings.url or _url_here(settings.model)
-    client = OpenAI(base_url=f"{url}/v1", api_key=settings.api_key or "none", timeout=settings.timeout_s)
+    direct = DefaultHttpxClient(verify=httpx.create_ssl_context(), trust_env=False)  # as gateways.http_client
+    client = OpenAI(
+        base_url=f"{url}/v1", api_key=settings.api_key or "none", timeout=settings.timeout_s, http_client=direct
+    )
     console = Console(highlight=False, soft_wrap=True)
     try:
         served = [model.id for model in client.models.list()]

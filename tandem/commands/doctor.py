@@ -20,6 +20,7 @@ from rich.table import Table
 from tandem import rpc
 from tandem.checkpoints import described, machine_memory, misfit, weights_bytes
 from tandem.commands import UP_ADDRESSES, with_own_password
+from tandem.commands.gateways import http_client
 from tandem.commands.up import UpSettings
 from tandem.process import IntegrityReport
 from tandem.registry import LiveWorker, ModelStatus, RedisAddress, Registry, RegistryUnavailable, Role, Wakefulness
@@ -203,7 +204,7 @@ async def _worker_integrity(worker: LiveWorker, settings: DoctorSettings) -> Fin
 async def _gateway_integrity(who: str, address: str, settings: DoctorSettings) -> Finding:
     url = f"{address}/debug/integrity"
     try:
-        async with httpx.AsyncClient(timeout=settings.timeout_s) as client:
+        async with http_client(settings.timeout_s) as client:
             answer = (await client.get(url)).raise_for_status().json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         return _whole(who, _unchecked(f"{url}: {error or type(error).__name__}"))
@@ -237,7 +238,7 @@ async def _pair(prefill: LiveWorker, decode: LiveWorker, settings: DoctorSetting
 async def _http(settings: DoctorSettings) -> Finding:
     url = f"{settings.gateway_url}/health/ready"
     try:
-        async with httpx.AsyncClient(timeout=settings.timeout_s) as client:
+        async with http_client(settings.timeout_s) as client:
             answer = await client.get(url)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Finding("gateway, HTTP", False, f"{url}: {error or type(error).__name__}")

@@ -1,13 +1,22 @@
-"""The gateways of a running cluster, as its registry names them."""
+"""The gateways of a running cluster, as its registry names them, and the client that commands ask them with."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 
 import httpx
 
 from tandem.commands import with_own_password
 from tandem.registry import Registry, RegistryUnavailable
+
+
+def http_client(timeout_s: float, headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
+    """Returns a client that goes to a cluster directly, whatever proxy this machine's environment names.
+
+    Of that environment it still takes the certificates to trust (SSL_CERT_FILE).
+    """
+    return httpx.AsyncClient(timeout=timeout_s, headers=headers, verify=httpx.create_ssl_context(), trust_env=False)
 
 
 async def addresses(redis_url: str, namespace: str) -> list[str]:

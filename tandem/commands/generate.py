@@ -9,6 +9,7 @@ from grpc import aio
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
+from tandem import rpc
 from tandem.settings import Settings, load
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 
@@ -51,7 +52,7 @@ async def run(arguments: list[str]) -> None:
     """Raises aio.AioRpcError when the cluster refuses or fails."""
     settings = load(GenerateSettings, arguments, "tandem generate")
     key = (("authorization", f"Bearer {settings.api_key}"),) if settings.api_key else ()
-    async with aio.insecure_channel(settings.address) as channel:
+    async with rpc.channel(settings.address) as channel:
         service, request = llm_pb2_grpc.LLMServiceStub(channel), settings.request()
         if not request.model:
             found = await service.ListModels(llm_pb2.ListModelsRequest(), timeout=settings.timeout_s, metadata=key)

@@ -15,7 +15,7 @@ from pydantic_settings import CliPositionalArg
 
 from tandem import rpc
 from tandem.commands import UP_ADDRESSES, with_own_password
-from tandem.commands.gateways import addresses, said_by
+from tandem.commands.gateways import addresses, http_client, said_by
 from tandem.registry import Registry, RegistryUnavailable, WorkerInfo
 from tandem.security import ClusterSettings
 from tandem.settings import load
@@ -83,7 +83,7 @@ async def _set(settings: SetSettings, changes: dict[str, Any]) -> list[str]:
     headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     body, problems = {"settings": changes, "ttl_s": settings.ttl_s}, []
     found = await addresses(settings.redis_url, settings.namespace) or [settings.gateway_url.rstrip("/")]
-    async with httpx.AsyncClient(timeout=settings.timeout_s, headers=headers) as client:
+    async with http_client(settings.timeout_s, headers) as client:
         for gateway in found:
             url = f"{gateway}/debug/settings"
             try:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.commands import UP_ADDRESSES, with_own_password
+from tandem.commands.gateways import http_client
 from tandem.registry import GatewayAddress, LiveWorker, Registry, RegistryUnavailable, Role
 from tandem.settings import Settings, load
 
@@ -53,7 +54,7 @@ async def _run(settings: TopSettings) -> None:
     registry = Registry.connect(with_own_password(settings.redis_url), namespace=settings.namespace)
     console, looks = Console(), 0
     try:
-        async with httpx.AsyncClient(timeout=ANSWER_WAIT_S) as client:
+        async with http_client(ANSWER_WAIT_S) as client:
             with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
                 while settings.looks is None or looks < settings.looks:
                     if looks:

@@ -12,7 +12,7 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from tandem.commands import UP_ADDRESSES
-from tandem.commands.gateways import addresses, said_by
+from tandem.commands.gateways import addresses, http_client, said_by
 from tandem.settings import Settings, load
 
 
@@ -43,7 +43,7 @@ async def fetch(settings: TraceSettings) -> bytes:
     """
     headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     problems = []
-    async with httpx.AsyncClient(timeout=settings.timeout_s, headers=headers) as client:
+    async with http_client(settings.timeout_s, headers) as client:
         for gateway in dict.fromkeys(
             [settings.gateway_url.rstrip("/"), *await addresses(settings.redis_url, settings.namespace)]
         ):

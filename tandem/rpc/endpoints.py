@@ -57,6 +57,7 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 5000),  # how long an attempt may take, by another name
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),  # a machine's http_proxy leads out of the cluster
 ]
 
 

@@ -208,6 +208,10 @@ def test_a_hub_that_does_not_answer_is_one_line_or_its_cache(server: Hub, tmp_pa
     line = said(ask(server, tmp_path, "org/whole", **away))
     assert "org/whole: http://127.0.0.1:1: " in line
     assert "refused" in line.lower()
+    socks = {"ALL_PROXY": "socks5://127.0.0.1:1", "no_proxy": ""}  # which its client speaks by a package of its own
+    assert ask(server, tmp_path, "org/files", **socks).stdout == held
+    assert "org/whole: " in (line := said(ask(server, tmp_path, "org/whole", **socks)))
+    assert "SOCKS" in line
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from tandem.commands import REDIS_URL_FILE, generate
+from tandem.commands.gateways import http_client
 from tandem.commands.up.plan import ClusterPlan
 from tandem.commands.up.settings import UpSettings
 from tandem.local import Launcher
@@ -35,7 +36,7 @@ def progress(launcher: Launcher) -> Table:
 async def capacities(plan: ClusterPlan) -> dict[str, str]:
     """By model, how much of it decode workers run and hold at once."""
     at_once = {}
-    async with httpx.AsyncClient(timeout=2.0) as client:
+    async with http_client(2.0) as client:
         with suppress(httpx.HTTPError):
             found = (await client.get(f"http://{plan.url(plan.gateways[0])}/health/ready")).json()
             for model, said in found["models"].items():

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.markup import escape
 
 from tandem.cluster import DEFAULT_NAMESPACE, Cluster
+from tandem.commands.gateways import http_client
 from tandem.commands.running import noted
 from tandem.commands.up.display import capacities, lines_to_try, note_of, progress, status, stream_sample
 from tandem.commands.up.on_demand import on_demand
@@ -175,7 +176,7 @@ async def _wait_until_ready(
     """
     missing = "no gateway answers"
     try:
-        async with asyncio.timeout(settings.ready_timeout_s), httpx.AsyncClient(timeout=2.0) as client:
+        async with asyncio.timeout(settings.ready_timeout_s), http_client(2.0) as client:
             with Live(console=console, refresh_per_second=8, transient=True) as live:
                 pinned = (model.name for model in plan.cluster.models if not model.idle)
                 expected = {name: plan.cluster.expected(name) for name in pinned}

@@ -8,10 +8,11 @@ from typing import Any
 
 import grpc
 import ray
-from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray._private.services import canonicalize_bootstrap_address_or_die, find_gcs_addresses
 from ray.exceptions import RayError, RuntimeEnvSetupError
+
+from tandem import rpc
 
 LOOK_S, ANSWER_S = 0.5, 2.0
 NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -76,7 +77,7 @@ async def _answers(address: str) -> bool:
     """True if anything of gRPC does; a refusal is an answer."""
     if not address:
         return False
-    async with aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    async with rpc.channel(address) as channel:
         try:
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_S)
         except grpc.RpcError as error:
