@@ -12,13 +12,13 @@ from __future__ import annotations
 import hmac
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from hashlib import sha256
-from ipaddress import ip_address
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tandem.hosts import is_loopback
 
 PREFIX = "tk"
 DEFAULT_TIER = "default"
@@ -133,12 +133,10 @@ def check_exposed(host: str, keys: Path | None, insecure: bool) -> None:
     Raises:
         ValueError: others could reach a gateway at `host`, and it would serve any of them.
     """
-    if keys or insecure or host == "localhost":
-        return
-    with suppress(ValueError):
-        if ip_address(host).is_loopback:
-            return
-    raise ValueError(f"host {host or 'any'} can be reached by others: give --api-keys, or --insecure to serve anyone")
+    if not (keys or insecure or is_loopback(host)):
+        raise ValueError(
+            f"host {host or 'any'} can be reached by others: give --api-keys, or --insecure to serve anyone"
+        )
 
 
 def text_of(id: str, secret: str) -> str:

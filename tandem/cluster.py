@@ -22,10 +22,20 @@ from socket import gethostname
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from tandem.aliases import Alias
 from tandem.checkpoints import HUB, WHEELS, is_name
+from tandem.hosts import with_bare_hosts
 from tandem.local import Service
 from tandem.security import ClusterSettings
 from tandem.settings import Settings
@@ -125,7 +135,7 @@ class Model(_Part):
 class Replicas(_Part):
     replicas: int = Field(default=1, ge=0)
     resources: Resources = Resources()
-    settings: dict[str, Any] = {}
+    settings: Annotated[dict[str, Any], AfterValidator(with_bare_hosts)] = {}
 
 
 class Pool(Replicas):

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, field_validato
 
 from tandem.aliases import MOST_ALIASES, Alias, Targets
 from tandem.api_keys import check_exposed
+from tandem.hosts import EVERYWHERE, Host
 from tandem.registry import Role
 from tandem.security import ClusterSettings
 
@@ -103,8 +104,8 @@ class GatewaySettings(ClusterSettings):
     store_max_bytes: int = Field(
         2 * 2**20, ge=1024, description="most of one response with all items before it, or of one conversation"
     )
-    host: str = Field("127.0.0.1", description="address to listen on; others than loopback need api-keys or insecure")
-    advertise_host: str = Field("", description="address clients reach it at, for `tandem status` (default: host)")
+    host: Host = Field("127.0.0.1", description="address to listen on; others than loopback need api-keys or insecure")
+    advertise_host: Host = Field("", description="address clients reach it at, for `tandem status` (default: host)")
     api_keys: Path | None = Field(
         None, description="file of API keys, as `tandem keys` writes it; none: anyone may ask"
     )
@@ -206,7 +207,7 @@ class GatewaySettings(ClusterSettings):
 
     def reachable_host(self, hostname: str) -> str:
         """Host at which others reach it; `hostname` is the machine's."""
-        return self.advertise_host or (hostname if self.host in ("0.0.0.0", "::") else self.host)
+        return self.advertise_host or (hostname if self.host in EVERYWHERE else self.host)
 
     @model_validator(mode="after")
     def _shareable(self) -> GatewaySettings:

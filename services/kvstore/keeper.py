@@ -22,6 +22,7 @@ from services.kvstore.server import KVStoreService
 from services.kvstore.settings import KVStoreSettings
 from tandem import rpc
 from tandem.garbage import settled
+from tandem.hosts import EVERYWHERE
 from tandem.local import RedisServer
 from tandem.process import IntegrityReport, certificate, lasting, metrics_server
 from tandem.registry import Registry, RegistryUnavailable
@@ -127,7 +128,7 @@ async def _serve(
     certificate.watch(metrics.registry, settings.security.tls)
     look = partial(_from_a_thread, asyncio.get_running_loop(), registry)
     with metrics_server.serving(metrics.registry, look, settings.host, settings.metrics_port) as port:
-        told = port and settings.host not in ("0.0.0.0", "::")  # which is an address for nobody else
+        told = port and settings.host not in EVERYWHERE  # which is an address for nobody else
         await _serve_rpc(settings, registry, owned, metrics, (url, rpc.address(settings.host, port) if told else ""))
 
 

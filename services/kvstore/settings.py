@@ -6,6 +6,7 @@ import os
 
 from pydantic import Field
 
+from tandem.hosts import Host
 from tandem.security import ClusterSettings
 
 
@@ -24,7 +25,7 @@ class KVStoreSettings(ClusterSettings):
     redis_port: int = Field(
         6379, ge=0, le=65535, description="port of the redis-server started here; 0 takes a free one"
     )
-    redis_host: str = Field("127.0.0.1", description="address of the redis-server started here")
+    redis_host: Host = Field("127.0.0.1", description="address of the redis-server started here")
     redis_password: str = Field("", description="of the redis-server started here; needed where others can reach it")
     redis_memory_mb: int = Field(512, ge=16, description="memory bound of the redis-server started here")
     store_port: int | None = Field(
@@ -33,7 +34,7 @@ class KVStoreSettings(ClusterSettings):
     )  # fmt: skip
     store_memory_mb: int = Field(256, ge=16, description="memory bound of the second redis-server")
     namespace: str = Field("tandem", min_length=1, description="prefix of every key: one per cluster")
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: Host = Field("127.0.0.1", description="address to listen on")
     grpc_port: int = Field(50052, ge=0, le=65535, description="0 takes a free one")
     health_port: int | None = Field(
         None, ge=1, le=65535, description="port of plain gRPC health and draining, for probes; none if not set"

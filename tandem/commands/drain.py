@@ -8,18 +8,18 @@ from grpc import aio
 from pydantic import Field
 
 from tandem import rpc
+from tandem.hosts import Host, reached_from_here
 from tandem.settings import Settings, load
 from tandem.v1 import process_pb2, process_pb2_grpc
 
 # Beyond the process's own bound: for the answer to arrive.
 MARGIN_S = 5.0
-ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class DrainSettings(Settings):
     """Ask the service on this machine, whose environment this reads, to take nothing new and finish what it has."""
 
-    host: str = Field("127.0.0.1", description="address the service listens on")
+    host: Host = Field("127.0.0.1", description="address the service listens on")
     health_port: int = Field(description="its health port", ge=1, le=65535)
     drain_s: float = Field(60.0, ge=0, description="its drain time")
 
@@ -36,8 +36,7 @@ def main(arguments: list[str]) -> None:
 
 async def drain(settings: DrainSettings) -> bool:
     """Raises aio.AioRpcError when the process does not answer."""
-    host = ANY_HOST.get(settings.host, settings.host)
-    async with rpc.channel(rpc.address(host, settings.health_port)) as channel:
+    async with rpc.channel(rpc.address(reached_from_here(settings.host), settings.health_port)) as channel:
         stub = process_pb2_grpc.ProcessServiceStub(channel)
         answer = await stub.Drain(process_pb2.DrainRequest(), timeout=settings.drain_s + MARGIN_S)
     return answer.drained

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -10,6 +11,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from tandem.hosts import address, listener
+
+NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # whatever the port
 _FIRST, _END = 10_240, 32_768  # Linux takes the ports of outgoing connections from 32,768 up
 
 
@@ -55,7 +59,10 @@ def check_free(addresses: Mapping[str, tuple[str, int]]) -> None:
     with ExitStack() as probes:
         for name, (host, port) in addresses.items():
             try:
-                family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-                probes.enter_context(socket.create_server((host, port), family=family))
+                probes.enter_context(listener(host, port))
             except OSError as error:
-                raise ValueError(f"{name}: cannot listen on {host}:{port}: {error.strerror}") from None
+                if error.errno is None:  # there is no such host
+                    raise ValueError(str(error)) from None
+                option = "--host" if error.errno in NOT_HERE else name
+                why = os.strerror(error.errno)
+                raise ValueError(f"{option}: cannot listen on {address(host, port)}: {why}") from None

@@ -21,8 +21,11 @@ from types import TracebackType
 from typing import IO
 from urllib.parse import quote
 
+from tandem.hosts import address
 from tandem.local.ports import free_ports
 from tandem.process import dying_with_parent
+
+OF_THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 
 
 class RedisServer:
@@ -32,7 +35,7 @@ class RedisServer:
         self.host = host
         self.port = port
         login = f":{quote(password, safe='')}@" if password else ""
-        self.url = f"redis://{login}{host}:{port}"
+        self.url = f"redis://{login}{address(host, port)}"
         self._password = password
         self._process = process
         self._log = log
@@ -54,7 +57,7 @@ class RedisServer:
             RuntimeError: the program is not installed, or did not start; the message says why.
             ValueError: an address that others can reach, and no password.
         """
-        if not password and host != "127.0.0.1":
+        if not password and host not in OF_THIS_MACHINE:
             raise ValueError(f"redis_password: redis-server at {host} needs one, for others can reach it")
         memory = {"maxmemory": f"{max_memory_mb}mb", "maxmemory-policy": "allkeys-lru" if evicts else "noeviction"}
         server = cls._spawn(_program(), host, port or free_ports(1)[0], password, memory)

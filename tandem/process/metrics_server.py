@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.openmetrics import exposition as openmetrics
 
+from tandem.hosts import resolved
 from tandem.process.integrity import IntegrityReport
 
 
@@ -31,7 +32,7 @@ def serving(
     if port is None:
         yield 0
         return
-    server, thread = start_http_server(port, host, registry)
+    server, thread = start_http_server(port, resolved(host), registry)
     server.set_app(_app(registry, integrity))
     try:
         yield server.server_port

@@ -16,6 +16,8 @@ import ssl
 from dataclasses import dataclass, field, replace
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from tandem.hosts import address
+
 PORT = 6379
 SENTINEL_PORT = 26379
 SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
@@ -87,7 +89,7 @@ class RedisAddress:
     def __str__(self) -> str:
         if self.sentinels:
             return f"{self.master} of {','.join(map(str, self.sentinels))}"
-        return self.path or f"{self.host}:{self.port}"
+        return self.path or address(self.host, self.port)
 
     def handshake(self) -> list[tuple[str, ...]]:
         """Commands that a new connection sends first."""

@@ -1,5 +1,6 @@
 """gRPC as every process uses it: servers, channels, and the services that all of them have. Anyone may enter."""
 
+from tandem.hosts import address
 from tandem.rpc.drain import DrainService
 from tandem.rpc.endpoints import (
     CHANNEL_OPTIONS,
@@ -10,7 +11,6 @@ from tandem.rpc.endpoints import (
     Refused,
     Server,
     Servicer,
-    address,
     channel,
     serve,
 )

@@ -21,6 +21,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from tandem.hosts import address, resolved
 from tandem.rpc.interceptor import PROOF, Interceptor
 from tandem.rpc.interceptor import Refused as Refused
 from tandem.security import NAME, NO_SECRET, OPEN, TLS, Security
@@ -175,12 +176,8 @@ def _bind(server: aio.Server, host: str, port: int, tls: TLS | None = None) -> i
             return server.add_secure_port(address(host, port), _server_credentials(tls))
         return server.add_insecure_port(address(host, port))
     except RuntimeError as error:
+        resolved(host)  # raises for a host that there is not
         raise OSError(f"cannot listen on {address(host, port)}: {error}") from None
-
-
-def address(host: str, port: int) -> str:
-    """host:port, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def channel(address: str, security: Security = OPEN, wall: Callable[[], float] = time.time) -> aio.Channel:

@@ -9,6 +9,7 @@ from pydantic import ByteSize, Field
 
 from tandem.checkpoints import ModelPath
 from tandem.engine import EngineConfig, StepTime
+from tandem.hosts import EVERYWHERE, Host
 from tandem.security import ClusterSettings
 from tandem.speculative import MAX_NUM_TOKENS, OFF, Speculative
 
@@ -34,8 +35,8 @@ class WorkerSettings(ClusterSettings):
     redis_url: str = Field("redis://127.0.0.1:6379", description="the registry")
     namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
     worker_id: str = Field("", description="stable name of this worker (default: role, host and port)")
-    host: str = Field("127.0.0.1", description="address to listen on")
-    advertise_host: str = Field("", description="address others reach this worker at (default: host)")
+    host: Host = Field("127.0.0.1", description="address to listen on")
+    advertise_host: Host = Field("", description="address others reach this worker at (default: host)")
     grpc_port: int = Field(0, ge=0, le=65535, description="0 chooses a free one")
     transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV listener; 0 chooses a free one")
     health_port: int | None = Field(
@@ -156,7 +157,7 @@ class WorkerSettings(ClusterSettings):
 
     def reachable_host(self, hostname: str) -> str:
         """Host at which others reach it; `hostname` is the machine's."""
-        return self.advertise_host or (hostname if self.host in ("0.0.0.0", "::") else self.host)
+        return self.advertise_host or (hostname if self.host in EVERYWHERE else self.host)
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(

@@ -35,6 +35,13 @@ def test_it_answers_and_keeps_nothing_on_disk() -> None:
     server.stop()
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_it_may_listen_on_ipv6() -> None:
+    with RedisServer.start(host="::1") as server, Redis.from_url(server.url) as client:
+        assert server.url == f"redis://[::1]:{server.port}"
+        assert client.ping()
+
+
 def test_where_others_reach_it_a_password_is_needed() -> None:
     with pytest.raises(ValueError, match=r"^redis_password: redis-server at 127.0.0.2 needs one"):
         RedisServer.start(host="127.0.0.2")

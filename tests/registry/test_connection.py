@@ -108,7 +108,7 @@ def test_an_address_behind_sentinels_has_theirs() -> None:
         ("::1", 5, True, [("AUTH", "s", "q")]),
         ("two", 26379, True, [("AUTH", "s", "q")]),
     ]
-    assert str(address) == "my master of ::1:5,two:26379"
+    assert str(address) == "my master of [::1]:5,two:26379"
     assert "'q'" not in repr(address)
 
 

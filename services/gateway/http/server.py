@@ -15,6 +15,7 @@ from granian.http import HTTP1Settings
 from granian.server.embed import Server
 
 from services.gateway.http.connections import MOST, Connections
+from tandem.hosts import address, reached_from_here, resolved
 
 log = structlog.get_logger(__name__)
 START_WAIT_S = 10.0
@@ -41,12 +42,13 @@ class HttpServer:
         Raises:
             OSError: the address cannot be bound.
         """
-        with socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) as probe:
+        self._address = resolved(self._host)  # Granian knows no names
+        with socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET) as probe:
             # Granian always listens with SO_REUSEPORT: that the address is another's would not show.
             is_free = self.port == 0
             beside = socket.SO_REUSEPORT if self._shared or is_free else socket.SO_REUSEADDR
             probe.setsockopt(socket.SOL_SOCKET, beside, 1)
-            probe.bind((self._host, self.port))
+            probe.bind((self._address, self.port))
             self.port = probe.getsockname()[1]
             if not is_free:  # else it holds the port until Granian does
                 probe.close()
@@ -55,7 +57,7 @@ class HttpServer:
     async def _listen(self) -> None:
         self._connections = Connections(self._app, self.port, self._most)
         self._server = Server(
-            self._connections, address=self._host, port=self.port, interface=Interfaces.ASGINL, websockets=False,
+            self._connections, address=self._address, port=self.port, interface=Interfaces.ASGINL, websockets=False,
             log_enabled=False, backlog=2048, backpressure=self._most,
             # HTTP/2 in the clear would be recognised by first bytes that are waited for without bound.
             http=HTTPModes.http1,
@@ -66,7 +68,7 @@ class HttpServer:
             while not await self._answers():
                 if self._task.done():
                     self._task.result()
-                    raise OSError(f"cannot listen on {self._host}:{self.port}")
+                    raise OSError(f"cannot listen on {address(self._address, self.port)}")
                 await asyncio.sleep(POLL_S)
 
     async def run(self) -> None:
@@ -100,9 +102,8 @@ class HttpServer:
         self._connections.close()
 
     async def _answers(self) -> bool:
-        host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         try:
-            _, writer = await asyncio.open_connection(host, self.port)
+            _, writer = await asyncio.open_connection(reached_from_here(self._address), self.port)
         except OSError:
             return False
         writer.close()

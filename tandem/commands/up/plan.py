@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tandem.cluster import Cluster
+from tandem.hosts import address, reached_from_here
 from tandem.local import Service
 
 
@@ -36,4 +37,4 @@ class ClusterPlan:
 
     def url(self, gateway: Service, port: str = "http_port") -> str:
         host = self.hosts.get(gateway.name) or str(gateway.settings.get("host", "127.0.0.1"))
-        return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{gateway.settings[port]}"
+        return address(reached_from_here(host), gateway.settings[port])

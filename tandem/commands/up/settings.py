@@ -70,7 +70,7 @@ class UpSettings(ClusterSettings):
         description="most memory of all of those, weights and KV; if not given, what the others leave of the machine",
     )
     gateways: int = Field(1, ge=1, description="number of gateway processes, which share the ports")
-    host: str = Field("127.0.0.1", description="address that the gateway listens on")
+    host: str = Field("127.0.0.1", description="address or name that the gateway listens on")
     api_keys: Path | None = Field(
         None, description="file of API keys, as `tandem keys` writes it; none: anyone may ask"
     )

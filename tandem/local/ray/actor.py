@@ -18,12 +18,12 @@ import uvloop
 from ray.util import get_node_ip_address
 
 from tandem.garbage import starting
+from tandem.hosts import EVERYWHERE, address
 from tandem.local.launcher import LocalLauncher, Service, is_setting, threads_environment, until_set
 
 # How long a failed service shows its error before its actor ends and Ray starts another.
 SHOW_ERROR_S = 3.0
 ROLES = ("services.prefill", "services.decode")
-EVERYWHERE = ("0.0.0.0", "::")
 # Ray's own name of a zone, and ours of an NVLink domain.
 LABELS = {"zone": "ray.io/availability-zone", "nvlink_domain": "nvlink-domain"}
 
@@ -188,7 +188,7 @@ def service_address(service: Service) -> str:
     if service.module == "services.kvstore":
         return settings.get("redis_url") or _own_redis(settings, "redis_port")
     host = settings.get("host", "127.0.0.1")
-    return f"{node_address() if host in EVERYWHERE else host}:{settings['http_port']}"
+    return address(node_address() if host in EVERYWHERE else host, settings["http_port"])
 
 
 def store_address(kvstore: Service) -> str:
@@ -198,7 +198,7 @@ def store_address(kvstore: Service) -> str:
 
 
 def _own_redis(settings: Mapping[str, str], port: str) -> str:
-    return f"redis://:{settings.get('redis_password')}@{settings.get('redis_host')}:{settings.get(port)}"
+    return f"redis://:{settings.get('redis_password')}@{address(settings.get('redis_host', ''), settings.get(port))}"
 
 
 def _advertised(service: Service) -> Service:

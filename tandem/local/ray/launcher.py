@@ -14,6 +14,7 @@ from ray.util.placement_group import get_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from tandem.cluster import Cluster
+from tandem.hosts import bare
 from tandem.local.launcher import Service, ServiceFailed
 from tandem.local.ports import free_ports
 from tandem.local.ray.actor import ActorState, ServiceActor, node_address
@@ -82,7 +83,7 @@ class RayLauncher:
     async def hosts(self) -> dict[str, str]:
         gateways = [name for name in self._actors if _group(name) == "gateway"]
         states = zip(gateways, await asyncio.gather(*map(self._state, gateways)), strict=True)
-        return {name: state.address.rpartition(":")[0] for name, state in states if isinstance(state, ActorState)}
+        return {name: bare(state.address.rpartition(":")[0]) for name, state in states if isinstance(state, ActorState)}
 
     async def watch(self, *, restart: bool) -> None:
         while True:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import ray
 
+from tandem.hosts import EVERYWHERE
 from tandem.local.launcher import Service
-from tandem.local.ray.actor import EVERYWHERE, ROLES
+from tandem.local.ray.actor import ROLES
 
 RESOURCES = {"cpu": "CPU", "nvidia.com/gpu": "GPU", "memory": "memory"}
 # Transports that reach no other machine.

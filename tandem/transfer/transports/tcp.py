@@ -7,6 +7,7 @@ import select
 import socket
 from collections.abc import Iterable
 
+from tandem.hosts import address, listener
 from tandem.transfer.protocol.wire import Bytes
 from tandem.transfer.transports.base import ByteStream, Listener, Transport
 from tandem.transfer.transports.host import InlineTransport
@@ -56,14 +57,13 @@ class SocketStream:
 
 class SocketListener:
     def __init__(self, host: str, port: int, buffer_bytes: int) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=128)
+        self._socket = listener(host, port, backlog=128)
         self._socket.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         _set_buffers(self._socket, buffer_bytes)
         name, bound = self._socket.getsockname()[:2]
-        self.address = f"[{name}]:{bound}" if family == socket.AF_INET6 else f"{name}:{bound}"
+        self.address = address(name, bound)
 
     def accept(self) -> ByteStream | None:
         try:
