@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+
+from tandem.machine import usable_cpus
 
 READ_BYTES = 1 << 29
 GEMM_SIZE = 2048
@@ -52,7 +53,7 @@ def _measure() -> Floors:
 
     data = torch.ones(READ_BYTES // 8, dtype=torch.int64)
     left, right = (torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16) for _ in range(2))
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cpus()
     read, gemm = [], []
     for threads in (1, cores):
         torch.set_num_threads(threads)

@@ -14,7 +14,6 @@ A file has the shape of the Helm chart's values, as far as they mean anything ou
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -37,6 +36,7 @@ from tandem.aliases import Alias
 from tandem.checkpoints import HUB, WHEELS, is_name
 from tandem.hosts import with_bare_hosts
 from tandem.local import Service
+from tandem.machine import usable_cpus
 from tandem.security import ClusterSettings
 from tandem.settings import Settings
 
@@ -241,10 +241,10 @@ class Cluster(_Part):
         return self.model_copy(update={"gateway": gateway})
 
     def worker_services(self, redis_url: str, folder: Path) -> list[Service]:
-        """A worker without a cpu resource has its part of this machine's cores, and borrows. They share `folder`, of
-        each machine."""
+        """A worker without a cpu resource has its part of the cores that may be used here, and borrows. They share
+        `folder`, of each machine."""
         num_workers = sum(pool.replicas for pool in self.pools)
-        part = max(1, (os.cpu_count() or 1) // max(1, num_workers))
+        part = max(1, usable_cpus() // max(1, num_workers))
 
         def worker(pool: Pool, name: str) -> Service:
             resources = pool.resources.amounts()

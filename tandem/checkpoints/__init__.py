@@ -13,7 +13,7 @@ from tandem.checkpoints.hub import (
     wanted_files,
     weights_bytes,
 )
-from tandem.checkpoints.memory_fit import MemoryNeed, described, held_weights, machine_memory, misfit
+from tandem.checkpoints.memory_fit import MemoryNeed, described, held_weights, misfit
 from tandem.checkpoints.model_files import (
     FAMILIES,
     GENERATION_FILE,
@@ -64,7 +64,6 @@ __all__ = [
     "is_fingerprint",
     "is_hub_name",
     "is_name",
-    "machine_memory",
     "misfit",
     "read_bytes",
     "read_file",

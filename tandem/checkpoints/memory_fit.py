@@ -7,11 +7,9 @@ is logged there. Where KV is what a GPU's share leaves, the worker logs it after
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 # Python, torch, buffers for a step: measured on a worker with the demo model, less its weights and KV.
 WORKER_OVERHEAD = 400 * 2**20
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 # Of bfloat16's bytes, what weights take that are quantized when they are loaded.
 SHARES = {"none": 1.0, "int8": 0.55, "int4": 0.35, "fp8": 0.55}
 GIB = 2**30
@@ -51,11 +49,3 @@ def described(needs: list[MemoryNeed], available: int) -> str:
     )
     who = "1 worker" if len(needs) == 1 else f"{len(needs)} workers"
     return f"{who} ({each}) need{'s' * (len(needs) == 1)} {total / GIB:.1f} GiB of {available / GIB:.1f} GiB"
-
-
-def machine_memory(meminfo: Path = Path("/proc/meminfo"), limit: Path = CGROUP_LIMIT) -> int:
-    """Bytes that processes here may have in all: the machine's, or what a container is held to."""
-    lines = (line.split() for line in meminfo.read_text().splitlines())
-    total = next(int(words[1]) * 1024 for words in lines if words[0] == "MemTotal:")
-    said = limit.read_text().strip() if limit.is_file() else "max"
-    return min(total, int(said)) if said.isdigit() else total

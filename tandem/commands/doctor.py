@@ -18,10 +18,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem import rpc
-from tandem.checkpoints import described, machine_memory, misfit, weights_bytes
+from tandem.checkpoints import described, misfit, weights_bytes
 from tandem.commands import UP_ADDRESSES, with_own_password
 from tandem.commands.gateways import http_client
 from tandem.commands.up import UpSettings
+from tandem.machine import usable_memory
 from tandem.process import IntegrityReport
 from tandem.registry import LiveWorker, ModelStatus, RedisAddress, Registry, RegistryUnavailable, Role, Wakefulness
 from tandem.security import ClusterSettings
@@ -94,9 +95,9 @@ def fit(model: str) -> str:
         needs = UpSettings(model_path=Path(model)).needs(weights_bytes(model))
     except ValueError as error:
         raise SystemExit(f"tandem doctor: {error}") from None
-    if why := misfit(needs, machine_memory()):
+    if why := misfit(needs, usable_memory()):
         raise SystemExit(f"tandem doctor: {model}: {why}")
-    return f"{model}: fits: {described(needs, machine_memory())}"
+    return f"{model}: fits: {described(needs, usable_memory())}"
 
 
 async def examine(settings: DoctorSettings) -> list[Finding]:

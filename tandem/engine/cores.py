@@ -12,13 +12,15 @@ import fcntl
 import os
 from pathlib import Path
 
+from tandem.machine import usable_cpus
+
 
 class Cores:
     """`own` threads, and in `folder`, where one is given, a file each for every engine of this machine."""
 
     def __init__(self, own: int, folder: Path | None = None) -> None:
         self._own, self._folder, self._working = own, folder, False
-        self._total = max(own, len(os.sched_getaffinity(0)))
+        self._total = max(own, usable_cpus())
         self._others: dict[str, int] = {}
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,7 @@ from tandem.engine.types import (
     SequenceOutput,
 )
 from tandem.grammar import Grammars
+from tandem.machine import usable_cpus
 from tandem.sampling import InvalidParameter
 from tandem.speculative import OFF, Speculative
 
@@ -75,8 +76,7 @@ class Engine:
         sleep: Callable[[float], None] = time.sleep,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), usable_cpus()))
         config = sized(config, open_device(config.device))
         self._cores = Cores(torch.get_num_threads(), config.shared_cores)
         parts = build(config, self._cores, on_progress, sleep)

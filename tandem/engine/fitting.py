@@ -14,10 +14,11 @@ from typing import Protocol
 import structlog
 import torch
 
-from tandem.checkpoints import MemoryNeed, described, held_weights, machine_memory, misfit
+from tandem.checkpoints import MemoryNeed, described, held_weights, misfit
 from tandem.engine.kv import KVLayout
 from tandem.engine.scheduling import Scheduled, new_sequence
 from tandem.engine.types import EngineConfig, Request
+from tandem.machine import usable_memory
 from tandem.sampling import SamplingParams
 
 log = structlog.get_logger(__name__)
@@ -53,7 +54,7 @@ def check_memory(
     """
     kv = num_blocks * layout.block_bytes * layout.num_layers
     needs = [MemoryNeed(held_weights(weights, "auto", config.quantization), kv)]
-    available = machine_memory() if config.device == "cpu" else cuda.mem_get_info()[1]
+    available = usable_memory() if config.device == "cpu" else cuda.mem_get_info()[1]
     if why := misfit(needs, available):
         raise ValueError(f"model_path: {why}")
     log.info("memory", needs=described(needs, available))

@@ -176,11 +176,11 @@ class EngineConfig:
     chunks is no slower; elsewhere as measured.
 
     As many sequences run as have a token in a step and a block in the cache, and no more than `max_num_seqs` if that is
-    set. `max_model_len` None takes the model's; `num_threads` None leaves torch as it is; `revision` "" takes a
-    fingerprint of the weights. `cpu_kernels` False keeps to torch where a whole pass could be computed in C;
-    `cuda_graphs` replays steps that only decode. Through the folder
-    `shared_cores` engines on one machine lend each other idle cores, beyond their own `num_threads`. `null` makes it a
-    null engine, whose steps take as long as this says: `model_path` needs no weights, `dtype` is its own.
+    set. `max_model_len` None takes the model's; `num_threads` None takes torch's choice, within the CPUs that may be
+    used; `revision` "" takes a fingerprint of the weights. `cpu_kernels` False keeps to torch where a whole pass could
+    be computed in C; `cuda_graphs` replays steps that only decode. Through the folder `shared_cores` engines on one
+    machine lend each other idle cores, beyond their own `num_threads`. `null` makes it a null engine, whose steps take
+    as long as this says: `model_path` needs no weights, `dtype` is its own.
 
     `speculative` is how tokens are proposed where a request does not say; `draft` needs the `speculative_model`, a
     folder of a model with the same vocabulary, and medusa, eagle and eagle3 one of such heads. `jump_forward` computes

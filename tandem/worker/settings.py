@@ -116,7 +116,9 @@ class WorkerSettings(ClusterSettings):
         False, description="adapters may be fetched from the Hugging Face Hub too, by organisation/adapter[@revision]"
     )
     lora_memory: ByteSize = Field(ByteSize(2**30), description="memory for adapters; others are read again when used")
-    threads: int | None = Field(None, ge=1, description="CPU threads of the engine (default: torch's choice)")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of the engine (default: torch's choice, at most the CPUs it may use)"
+    )
     shared_cores: Path | None = Field(None, description="folder where one machine's workers lend out idle cores")
     crash_dir: Path = Field(
         Path("/tmp/tandem-crashes"),

@@ -14,7 +14,7 @@ import pytest
 
 from tandem.checkpoints import hub
 from tandem.checkpoints.hub import find_model
-from tandem.checkpoints.memory_fit import GIB, MemoryNeed, machine_memory, misfit
+from tandem.checkpoints.memory_fit import GIB, MemoryNeed, misfit
 from tests.checkpoints.hub_server import SHA, Hub, running_hub
 
 WEIGHTS = bytes(range(256)) * 4096
@@ -151,14 +151,6 @@ def test_memory_is_weighed_for_all_workers_together() -> None:
     assert misfit([need, need], 8 * GIB) == (
         "does not fit: 2 workers (weights 3.0 + KV 1.0 + overhead 0.4 GiB) need 8.8 GiB of 8.0 GiB"
     )
-
-
-def test_a_container_has_the_memory_it_is_held_to(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemFree: 5 kB\n")
-    (tmp_path / "max").write_text("max\n")
-    assert machine_memory(tmp_path / "meminfo", tmp_path / "max") == 1024_000
-    (tmp_path / "max").write_text("5000\n")
-    assert machine_memory(tmp_path / "meminfo", tmp_path / "max") == 5000
 
 
 @pytest.mark.long

@@ -11,12 +11,13 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from tandem.checkpoints import MemoryNeed, described, machine_memory
+from tandem.checkpoints import MemoryNeed, described
 from tandem.engine import EngineConfig, SamplingParams
 from tandem.engine.build import _blocks_that_fit, _layout, _load
 from tandem.engine.fitting import DeviceRoom, check_memory, graphs_bytes, largest_steps, sized
 from tandem.engine.forward.forward import StepInput, TorchForward
 from tandem.engine.models import read_model_config
+from tandem.machine import usable_memory
 from tests.engine.tiny import make_engine
 
 GIB = 1 << 30
@@ -88,7 +89,7 @@ def test_a_worker_logs_what_it_needs_of_the_memory_there_is(llama: Path) -> None
     kv = 64 * engine.layout.block_bytes * engine.layout.num_layers
     [line] = [line for line in logs if line["event"] == "memory"]
     assert f"KV {kv / GIB:.1f} + overhead 0.4 GiB) needs" in line["needs"]
-    assert line["needs"].endswith(f" of {machine_memory() / GIB:.1f} GiB")
+    assert line["needs"].endswith(f" of {usable_memory() / GIB:.1f} GiB")
 
 
 def test_steps_are_sized_by_the_device(demo_model: Path) -> None:

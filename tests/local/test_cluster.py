@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from tandem.cluster import Cluster, check_settings, read_cluster
+from tandem.machine import usable_cpus
 from tandem.worker import WorkerSettings
 
 MODEL = {"id": "demo", "name": "tandem-demo", "weights": {"path": "models/demo/target"}}
@@ -47,7 +47,7 @@ def test_a_model_that_ray_brings_is_named_within_what_it_brings(tmp_path: Path) 
 def test_workers_without_a_cpu_resource_share_the_machine(tmp_path: Path) -> None:
     services = Cluster.model_validate(cluster()).worker_services("redis://here", tmp_path)
     assert [service.settings["shared_cores"] for service in services] == [tmp_path / "cores"] * 2
-    assert [service.threads for service in services] == [max(1, (os.cpu_count() or 1) // 2)] * 2
+    assert [service.threads for service in services] == [max(1, usable_cpus() // 2)] * 2
 
 
 def test_gateways_are_told_the_aliases_that_models_name() -> None:

@@ -15,12 +15,12 @@ from tandem.checkpoints import (
     as_folder,
     find_model,
     held_weights,
-    machine_memory,
     misfit,
     wanted_files,
 )
 from tandem.cluster import Cluster, Model, ModelWeights
 from tandem.commands.up.settings import KV_MEMORY
+from tandem.machine import usable_memory
 
 DEFAULT_KV = KV_MEMORY["model", "prefill"]  # what a worker takes that is told nothing
 
@@ -60,7 +60,7 @@ def _misfit(cluster: Cluster, model_id: str, weights: int) -> str:
     for pool in cluster.pools:
         if pool.model == model_id:
             needs += [need_of(pool.settings, weights)] * pool.replicas
-    return misfit(needs, machine_memory())
+    return misfit(needs, usable_memory())
 
 
 def need_of(settings: dict[str, Any], weights: int) -> MemoryNeed:

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tandem.checkpoints import MemoryNeed, machine_memory, weights_bytes
+from tandem.checkpoints import MemoryNeed, weights_bytes
 from tandem.cluster import Cluster, Model
 from tandem.commands.up.models import need_of
 from tandem.commands.up.plan import ClusterPlan
 from tandem.local import Launcher, OnDemand, OnDemandModel, WakeBudget, WakePlan
+from tandem.machine import usable_memory
 from tandem.registry import Registry
 
 # Of a first start, until one was measured: a process with its libraries, and weights at the pace of a plain disk.
@@ -65,4 +66,4 @@ def _room(cluster: Cluster, on_ray: bool) -> WakeBudget:
         return WakeBudget(cluster.awake.models, cluster.awake.memory)
     pinned = (model for model in cluster.models if not model.idle)
     taken = sum(need.total for model in pinned for need in _needs(cluster, model))
-    return WakeBudget(cluster.awake.models, machine_memory() - taken)
+    return WakeBudget(cluster.awake.models, usable_memory() - taken)

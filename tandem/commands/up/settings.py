@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field
 from pydantic_settings import CliPositionalArg, NoDecode
 
-from tandem.checkpoints import MemoryNeed, ModelPath, as_folder, find_model, held_weights, machine_memory, misfit
+from tandem.checkpoints import MemoryNeed, ModelPath, as_folder, find_model, held_weights, misfit
 from tandem.cluster import Cluster, read_cluster
 from tandem.commands import LOGS
+from tandem.machine import usable_memory
 from tandem.security import ClusterSettings
 
 DEMO_MODEL = Path(__file__).parents[3] / "models" / "demo" / "target"
@@ -226,7 +227,7 @@ class UpSettings(ClusterSettings):
         return f"{name or found.name}={as_folder(found.path)}"
 
     def _misfit(self, needs: list[MemoryNeed]) -> str:
-        return misfit(needs, machine_memory())
+        return misfit(needs, usable_memory())
 
     def needs(self, weights: int, model: str = "") -> list[MemoryNeed]:
         """Memory of a model's workers, each with weights of so many bytes in the checkpoint."""

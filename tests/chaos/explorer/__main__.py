@@ -8,11 +8,11 @@ python -m tests.chaos.explorer --replay 4711 --keep 0,2/1/3 --draw    only these
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from tandem.local import RedisServer
+from tandem.machine import usable_cpus
 from tests.chaos.explorer.many import explore, replay_line, summary
 from tests.chaos.explorer.run import Explorer
 from tests.chaos.explorer.schedule import schedule_of
@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.explorer")
     parser.add_argument("count", type=int, nargs="?", default=1000)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--jobs", type=int, default=usable_cpus())
     parser.add_argument("--replay", type=int)
     parser.add_argument("--keep", default="")
     parser.add_argument("--draw", action="store_true")
