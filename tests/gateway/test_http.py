@@ -21,6 +21,7 @@ from services.gateway.http.completions import read_completion
 from services.gateway.http.endpoint import GenerateEndpoint
 from services.gateway.model import ServedModel
 from services.gateway.text import Tokenizer
+from services.gateway.tools import FORMATS
 from tandem import __version__
 from tandem.sampling import SamplingParams
 from tandem.v1 import llm_pb2
@@ -172,6 +173,24 @@ async def test_a_model_may_say_how_long_an_answer_is_that_nobody_bounds(model_fo
     (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 0}')
     with pytest.raises(ValueError, match=r"generation_config\.json: max_new_tokens: "):
         ServedModel.load(tmp_path, MODEL, 0)
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "calls"),
+    [
+        ("{{ messages }}", "auto", "hermes"), ("[TOOL_CALLS]", "auto", "mistral"), ("{{ messages }}", "none", None),
+        ("{{ messages }}", "granite", "granite"),
+    ],
+)  # fmt: skip
+def test_a_model_may_name_how_it_calls_tools(
+    template: str, given: str, calls: str | None, model_folder: Path, tmp_path: Path
+) -> None:
+    """Its template goes before, and what the operator says before both."""
+    shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**said, "tool_parser": "hermes"}))
+    assert ServedModel.load(tmp_path, MODEL, 0, given).calls is FORMATS.get(calls or "")
 
 
 async def test_a_completion_is_short_unless_more_is_asked_for(http: httpx.AsyncClient) -> None:

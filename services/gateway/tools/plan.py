@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from services.gateway.errors import InvalidRequest
 from services.gateway.tools.call import CallFormat
 from services.gateway.tools.forced import ForcedCalls, NamedCall
+from services.gateway.tools.formats import FORMATS
 from services.gateway.tools.reader import AnswerReader
 from services.gateway.tools.request import ToolUse
 from services.gateway.tools.thinking import Tags, Thinking
@@ -69,7 +70,8 @@ def plan_reading(
         calls = forced or format_
         if calls is None:
             raise InvalidRequest(
-                "tools: this model has no format for calls of its own (its chat template shows none, and tool-parser "
-                "names none), so tool_choice must be required or name a function", "tool_choice",
+                "tools: this model's calls cannot be told from text: its chat template shows no format of calls, and "
+                f"tool-parser names none. Start the gateway with --tool-parser and one of {', '.join(FORMATS)}, or let "
+                "tool_choice be required or name a function", "tool_choice",
             )  # fmt: skip
     return ReadingPlan(tags, tags is not None and tags.opened_by(prompt), calls, use, (format_ or CallFormat).id_form)

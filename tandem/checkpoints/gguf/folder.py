@@ -1,7 +1,8 @@
 """A GGUF file as a Hugging Face folder, made once and kept in the cache.
 
 1 name     by the file's path, size and time of change: another file is another folder
-2 read     metadata and where each tensor lies; no weights. A generation_config.json beside it goes before its own
+2 read     metadata and where each tensor lies; no weights. A generation_config.json beside it goes before its own; a
+           tokenizer_config.json there may name its format of calls
 3 write    into a folder of its own, which then gets its name: processes that do so at once find the same
 """
 
@@ -17,7 +18,14 @@ from typing import Any
 
 from tandem.checkpoints.gguf.config import FREQUENCIES, config_of, generation_of
 from tandem.checkpoints.gguf.metadata import Metadata
-from tandem.checkpoints.model_files import GENERATION_FILE, GenerationFile, read_file
+from tandem.checkpoints.model_files import (
+    GENERATION_FILE,
+    TOKENIZER_CONFIG,
+    CallsFile,
+    GenerationFile,
+    ModelFile,
+    read_file,
+)
 
 SUFFIX = ".gguf"
 WEIGHTS_FILE, TENSORS_FILE = "model.gguf", "tensors.json"
@@ -33,15 +41,16 @@ def folder_of(file: Path, cache: Path | None = None) -> Path:
         OSError: the file cannot be read, or the cache not written.
         ValueError: it is no GGUF file, or one that cannot be served; names the file and the key.
     """
-    name, generation, file = file.stem, _beside(file), file.resolve()  # in a hub's cache it is a link to nameless bytes
+    generation, calls = _beside(file, GENERATION_FILE, GenerationFile), _beside(file, TOKENIZER_CONFIG, CallsFile)
+    name, file = file.stem, file.resolve()  # in a hub's cache it is a link to nameless bytes
     said = file.stat()
     cache = _writable(cache or _cache())
-    naming = f"{file}\0{said.st_size}\0{said.st_mtime_ns}\0{generation}".encode() + _VERSION
+    naming = f"{file}\0{said.st_size}\0{said.st_mtime_ns}\0{generation}{calls or ''}".encode() + _VERSION
     place = cache / blake2b(naming, digest_size=8).hexdigest() / name
     if not (place / TENSORS_FILE).is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as made:
-            _write(file, Path(made) / "model", generation)
+            _write(file, Path(made) / "model", generation, calls)
             if not place.exists():
                 os.rename(Path(made) / "model", place)
     return place
@@ -76,19 +85,17 @@ def _writable(cache: Path) -> Path:
     return cache if os.access(cache, os.W_OK) else Path(tempfile.mkdtemp(prefix="tandem-gguf-"))
 
 
-def _beside(file: Path) -> dict[str, Any]:
-    """Reads the generation_config.json beside the file, if there is one.
+def _beside(file: Path, name: str, kind: type[ModelFile]) -> dict[str, Any]:
+    """Returns the fields of the file of that name beside the GGUF file, if there is one.
 
     Raises:
         ValueError: it is malformed.
     """
-    beside = file.with_name(GENERATION_FILE)
-    if not beside.is_file():
-        return {}
-    return read_file(GenerationFile, beside).model_dump(exclude_none=True)
+    beside = file.with_name(name)
+    return read_file(kind, beside).model_dump(exclude_none=True) if beside.is_file() else {}
 
 
-def _write(file: Path, folder: Path, generation: dict[str, Any]) -> None:
+def _write(file: Path, folder: Path, generation: dict[str, Any], calls: dict[str, Any]) -> None:
     from tandem.checkpoints.gguf.tokenizer import (  # not every process that names models has it
         special_tokens_of,
         tokenizer_of,
@@ -103,7 +110,7 @@ def _write(file: Path, folder: Path, generation: dict[str, Any]) -> None:
     written = {
         "config.json": config_of(metadata, factor, kinds == {"F32"}),
         GENERATION_FILE: generation_of(metadata) | generation,
-        "tokenizer_config.json": special_tokens_of(metadata) | _template(metadata),
+        TOKENIZER_CONFIG: special_tokens_of(metadata) | _template(metadata) | calls,
         TENSORS_FILE: {
             name: {"type": tensor.tensor_type.name, "shape": list(map(int, reversed(tensor.shape))),
                    "offset": int(tensor.data_offset), "nbytes": int(tensor.n_bytes)}

@@ -12,6 +12,7 @@ from grpc import aio
 from openai import AsyncOpenAI
 
 from services.gateway import Gateway
+from services.gateway.errors import InvalidRequest
 from services.gateway.generation.choice_text import ChoiceText
 from services.gateway.text import Tokenizer
 from services.gateway.tools import FORMATS, TAGS, detect_format, plan_reading, read_tools
@@ -222,6 +223,11 @@ async def test_over_grpc(gateway: Gateway, says: Any) -> None:
 )
 def test_formats_are_found_in_templates(template: str, name: str | None) -> None:
     assert detect_format(template) == name
+
+
+def test_a_model_without_a_format_is_refused_with_the_option_and_its_values() -> None:
+    with pytest.raises(InvalidRequest, match=r"with --tool-parser and one of hermes, qwen3_coder, .*harmony, or let"):
+        plan_reading(None, None, read_tools(TOOLS, "auto", None), "")
 
 
 def test_special_tokens_that_mark_calls_are_shown(tokenizer: Tokenizer) -> None:
