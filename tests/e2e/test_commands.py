@@ -283,6 +283,32 @@ def test_unknown_command_shows_the_commands() -> None:
     assert "doctor" in result.stderr
 
 
+WITHOUT_RAY = """
+import sys
+
+class NoRay:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "ray":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="ray")
+
+sys.meta_path.insert(0, NoRay())
+from tandem.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", [("status",), ("down", "--ray"), ("up", "--ray", "auto")])
+def test_where_ray_is_not_installed_its_commands_end_with_a_line(command: tuple[str, ...], tmp_path: Path) -> None:
+    ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "redis"), free_ports(3), strict=True)]
+    options = [*ports, f"--logs={tmp_path}"] if command[0] == "up" else []
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_RAY, *command, *options], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "Ray is not installed here: pip install 'tandem[ray]'; `tandem ps` lists" in result.stderr
+
+
 def test_version_is_the_packages() -> None:
     assert tandem("--version").stdout == f"tandem {__version__}\n"
 

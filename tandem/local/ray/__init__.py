@@ -3,8 +3,18 @@
     driver ── Service ──> actor ──(worker: in its own process | gateway, kvstore: a child process)──> gRPC, KV links
 
 A killed actor, or one whose node is gone, is started again by Ray, as a new incarnation; peers notice by its lease.
-Removing one drains it first. Tokens and KV never pass through Ray, and only this folder imports it.
+Removing one drains it first. Tokens and KV never pass through Ray, and only this folder imports it. Where Ray is not
+installed, the import of this folder raises ConnectionError.
 """
+
+try:
+    import ray as ray
+except ModuleNotFoundError as error:
+    if error.name != "ray":
+        raise
+    raise ConnectionError(
+        "Ray is not installed here: pip install 'tandem[ray]'; `tandem ps` lists the clusters that run without it"
+    ) from None
 
 from tandem.local.ray.actor import ActorState, service_address, store_address
 from tandem.local.ray.head import connect
