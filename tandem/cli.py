@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 
 from tandem import __version__
 from tandem.garbage import settled, starting
+from tandem.home import provide_home
 
 USAGE = """usage: tandem <command> [options]
 
@@ -80,6 +81,7 @@ def _run() -> None:
             raise SystemExit(2)
         return
     starting()
+    provide_home()
     run = resolve_name(f"tandem.commands.{COMMANDS[command]}")
     settled()
     run(sys.argv[2:])

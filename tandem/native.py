@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from collections.abc import Sequence, Set
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
+
+from tandem.home import cache_folder
 
 _FLAGS = ("-O3", "-shared", "-fPIC")
 _TIMEOUT_S = 120.0
@@ -44,7 +45,7 @@ def compiled(
         if missing := sorted(set(instructions) - found):
             raise NotCompiled(f"this CPU lacks {', '.join(missing)}")
         machine = [machine_flag(name) for name in (*instructions, *(also if found.issuperset(also) else ()))]
-        return _found_or_made(source, [*flags, *machine], cache or cache_folder())
+        return _found_or_made(source, [*flags, *machine], cache or kernels_folder())
     except (OSError, subprocess.SubprocessError) as error:
         raise NotCompiled(str(error)) from error
 
@@ -62,8 +63,8 @@ def machine_flag(instruction: str) -> str:
     return "-m" + instruction.replace("_", "-" if instruction.startswith("amx") else "")
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "kernels"
+def kernels_folder() -> Path:
+    return cache_folder("kernels")
 
 
 def _found_or_made(source: Path, flags: Sequence[str], cache: Path) -> Path:

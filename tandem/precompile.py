@@ -17,7 +17,7 @@ X86_64 = ("x86_64", "AMD64")
 
 
 def main() -> None:
-    native.cache_folder().mkdir(parents=True, exist_ok=True)
+    native.kernels_folder().mkdir(parents=True, exist_ok=True)
     if platform.machine() not in X86_64:
         return
     print(copier_path(cpu=frozenset({"avx2"})))

@@ -28,4 +28,4 @@ def test_an_image_for_arm64_has_a_cache_without_kernels(tmp_path: Path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     precompile.main()
-    assert [*native.cache_folder().iterdir()] == []
+    assert [*native.kernels_folder().iterdir()] == []

@@ -265,9 +265,15 @@ def test_clients_of_a_cluster_pass_by_proxies() -> None:
     assert [(name, call) for name, call in made if name != CLIENTS[call]] == []
 
 
-def test_cpus_are_counted_in_one_place() -> None:
-    counting = {"os.cpu_count", "os.sched_getaffinity", "multiprocessing.cpu_count", "psutil.cpu_count"}
-    assert [name for name, path in modules() if uses_of(path) & counting] == ["tandem.machine"]
+@pytest.mark.parametrize(
+    ("home", "uses"),
+    [
+        ("tandem.machine", {"os.cpu_count", "os.sched_getaffinity", "multiprocessing.cpu_count", "psutil.cpu_count"}),
+        ("tandem.home", {"pathlib.Path.home"}),
+    ],
+)
+def test_a_machine_is_asked_in_one_place(home: str, uses: set[str]) -> None:
+    assert [name for name, path in modules() if uses_of(path) & uses] == [home]
 
 
 def test_what_lands_is_held_to_lint_and_the_tests_alone() -> None:

@@ -1,9 +1,11 @@
 """`python -m services.decode`: a decode worker."""
 
 from tandem.garbage import starting
+from tandem.home import provide_home
 
 if __name__ == "__main__":
     starting()
+    provide_home()
 
 from services.decode.server import DecodeWorker
 from services.decode.settings import DecodeSettings

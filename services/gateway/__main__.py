@@ -1,9 +1,11 @@
 """`python -m services.gateway`: HTTP/SSE and gRPC in, tokens out, until SIGTERM, SIGINT or the death of any task."""
 
 from tandem.garbage import settled, starting
+from tandem.home import provide_home
 
 if __name__ == "__main__":
     starting()
+    provide_home()
 
 import asyncio
 import json

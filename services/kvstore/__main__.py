@@ -1,9 +1,11 @@
 """`python -m services.kvstore`: the registry's keeper."""
 
 from tandem.garbage import starting
+from tandem.home import provide_home
 
 if __name__ == "__main__":
     starting()
+    provide_home()
 
 import uvloop
 

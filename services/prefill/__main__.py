@@ -1,9 +1,11 @@
 """`python -m services.prefill`: a prefill worker."""
 
 from tandem.garbage import starting
+from tandem.home import provide_home
 
 if __name__ == "__main__":
     starting()
+    provide_home()
 
 from services.prefill.server import PrefillWorker
 from services.prefill.settings import PrefillSettings

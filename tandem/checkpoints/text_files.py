@@ -9,7 +9,6 @@ What is kept lies in <cache>/tandem/models/<fingerprint>, the cache being XDG_CA
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from tandem.checkpoints.model_files import GENERATION_FILE, ContextFile, read_bytes, read_file
+from tandem.home import cache_folder
 
 CONFIG = "config.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
@@ -106,4 +106,4 @@ def _fingerprint(files: Mapping[str, bytes]) -> str:
 
 
 def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "models"
+    return cache_folder("models")

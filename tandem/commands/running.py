@@ -20,6 +20,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
+from tandem.home import state_folder
 from tandem.settings import Settings, load
 
 STOP_WAIT_S = 60.0
@@ -167,4 +168,4 @@ def _started(pid: int) -> int | None:
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tandem" / "running"
+    return state_folder("running")

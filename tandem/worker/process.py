@@ -130,7 +130,7 @@ def _tiers(settings: WorkerSettings, layout: KVLayout) -> list[KVTier]:
             tiers.append(KVTier("disk", files))
     except MemoryError as error:
         raise ValueError(f"kv_host: {error}") from None
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter of the home of an unknown user
         raise ValueError(f"kv_disk_folder: {error}") from None
     return tiers
 

@@ -26,6 +26,7 @@ from tandem.checkpoints.model_files import (
     ModelFile,
     read_file,
 )
+from tandem.home import cache_folder
 
 SUFFIX = ".gguf"
 WEIGHTS_FILE, TENSORS_FILE = "model.gguf", "tensors.json"
@@ -44,7 +45,7 @@ def folder_of(file: Path, cache: Path | None = None) -> Path:
     generation, calls = _beside(file, GENERATION_FILE, GenerationFile), _beside(file, TOKENIZER_CONFIG, CallsFile)
     name, file = file.stem, file.resolve()  # in a hub's cache it is a link to nameless bytes
     said = file.stat()
-    cache = _writable(cache or _cache())
+    cache = _writable(cache or cache_folder("gguf"))
     naming = f"{file}\0{said.st_size}\0{said.st_mtime_ns}\0{generation}{calls or ''}".encode() + _VERSION
     place = cache / blake2b(naming, digest_size=8).hexdigest() / name
     if not (place / TENSORS_FILE).is_file():
@@ -70,10 +71,6 @@ def as_folder(path: Path) -> Path:
         return folder_of(path)
     except OSError as error:
         raise ValueError(str(error)) from None
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "gguf"
 
 
 def _writable(cache: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from tandem.api_keys import check_exposed
@@ -28,6 +29,16 @@ def check(settings: UpSettings, cluster: Cluster) -> None:
     check_exposed(gateway.get("host", "127.0.0.1"), gateway.get("api_keys"), bool(gateway.get("insecure")))
     if not (settings.detach and settings.ray):
         check_free(cluster.addresses())
+    if not settings.ray:
+        _check_logs(settings.logs)
+
+
+def _check_logs(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"--logs: {folder.absolute()}: {error.strerror}") from None
 
 
 def _check_model(settings: UpSettings, cluster: Cluster, model: Model) -> None:

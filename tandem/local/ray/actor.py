@@ -18,6 +18,7 @@ import uvloop
 from ray.util import get_node_ip_address
 
 from tandem.garbage import starting
+from tandem.home import provide_home
 from tandem.hosts import EVERYWHERE, address
 from tandem.local.launcher import LocalLauncher, Service, is_setting, threads_environment, until_set
 
@@ -67,6 +68,7 @@ class ServiceActor:
         for name in filter(is_setting, list(os.environ)):
             del os.environ[name]
         os.environ.update({**threads_environment(service.threads), **service.environment})
+        provide_home()
         self._service, self._error, self._stopping = service, "", False
         self._life: _Life = _WorkerLife(service) if service.module in ROLES else _ProcessLife(service)
         self._loop = uvloop.new_event_loop()
