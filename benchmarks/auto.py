@@ -67,7 +67,7 @@ def main() -> None:
         measure = _simulate if options.simulated else _measure
         of_each = measure(*FLEETS[name], options.mixes, options.load, options.rounds)
         found[name] = found.get(name, {}) | of_each
-        RESULTS.write_text(json.dumps({"setting": setting, "found": found}, indent=2))
+        RESULTS.write_text(json.dumps({"setting": setting, "found": found}, indent=2), encoding="utf-8")
     _print(options.load, found)
 
 

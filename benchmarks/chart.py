@@ -114,7 +114,7 @@ def main() -> None:
     if not options.results.is_file():
         parser.error(f"{options.results} is missing: python -m benchmarks.serving writes it")
     path = options.results.with_suffix(".png")
-    draw(json.loads(options.results.read_text()), path)
+    draw(json.loads(options.results.read_text(encoding="utf-8")), path)
     print(path)
 
 

@@ -146,10 +146,10 @@ def _running(folder: str, prefill: int, decode: int, settings: Mapping[str, str]
         f"--decode={decode}", f"--disaggregation={policy}", f"--http-port={http}", f"--grpc-port={address}",
         f"--redis-port={redis}", f"--logs={logs}",
     ]  # fmt: skip
-    with (logs / "up.log").open("w+") as said, _started(command, said, settings) as up:
+    with (logs / "up.log").open("w+", encoding="utf-8") as said, _started(command, said, settings) as up:
         try:
             for _ in range(round(READY_S / 0.1)):
-                if "is ready" in (logs / "up.log").read_text() or up.poll() is not None:
+                if "is ready" in (logs / "up.log").read_text(encoding="utf-8") or up.poll() is not None:
                     break
                 time.sleep(0.1)
             yield f"127.0.0.1:{address}"

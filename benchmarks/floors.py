@@ -44,7 +44,7 @@ def measured() -> Floors:
         subprocess.SubprocessError: it failed, or took longer than its bound.
     """
     command = [sys.executable, "-m", "benchmarks.floors"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=BOUND_S)
+    done = subprocess.run(command, check=True, capture_output=True, encoding="utf-8", timeout=BOUND_S)
     return Floors(**json.loads(done.stdout))
 
 

@@ -128,7 +128,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 def peak_mb(process: psutil.Process) -> float:
     """The most that was resident since it started."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
     kib = next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]
     return int(kib) * 1024 / 1e6
 

@@ -101,11 +101,13 @@ def write_tasks(folder: Path, count: int) -> None:
     for name, task in TASKS.items():
         data = folder / f"{name}.jsonl"
         documents = facts() if name == "facts" else passages(count)
-        data.write_text("\n".join(map(json.dumps, documents)))
+        data.write_text("\n".join(map(json.dumps, documents)), encoding="utf-8")
         source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
         metrics = [{"metric": metric} for metric in FIGURES[name]]
         # YAML reads JSON.
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **source, **task, "metric_list": metrics}))
+        (folder / f"{name}.yaml").write_text(
+            json.dumps({"task": name, **source, **task, "metric_list": metrics}), encoding="utf-8"
+        )
 
 
 def facts() -> list[dict[str, Any]]:
@@ -148,7 +150,7 @@ def evaluate(programs: Path, folder: Path, model: str, arguments: Mapping[str, A
         "--batch_size", 1, "--tasks", ",".join(TASKS), "--output_path", out, home=folder,
     )  # fmt: skip
     (found,) = out.rglob("results_*.json")
-    results = json.loads(found.read_text())["results"]
+    results = json.loads(found.read_text(encoding="utf-8"))["results"]
     return {f"{task} {metric}": results[task][f"{metric},none"] for task in TASKS for metric in FIGURES[task]}
 
 
@@ -161,7 +163,7 @@ def stream(programs: Path, folder: Path, url: str, model: str, words: Path) -> d
         "--data", "kind=synthetic_text,prompt_tokens=128,output_tokens=64",
         "--output", f"kind=json,path={out}", "--disable-console", home=folder,
     )  # fmt: skip
-    metrics = json.loads(out.read_text())["benchmarks"][0]["metrics"]
+    metrics = json.loads(out.read_text(encoding="utf-8"))["benchmarks"][0]["metrics"]
     return {
         "requests completed": metrics["request_totals"]["successful"],
         "requests failed": metrics["request_totals"]["errored"],

@@ -40,7 +40,7 @@ def takes(made: str, text: str) -> bool:
 
 
 def cases(file: Path) -> Iterator[Case]:
-    for group in json.loads(file.read_text()):
+    for group in json.loads(file.read_text(encoding="utf-8")):
         made = grammar_or_none(group["schema"])
         for test in group["tests"]:
             text = json.dumps(test["data"], ensure_ascii=False)

@@ -100,7 +100,7 @@ def _save_tokenizer(shape: Shape, folder: Path) -> None:
     tokenizer.add_tokens([AddedToken(f"<|unused{i}|>", normalized=False) for i in range(missing)])
     tokenizer.save(str(folder / "tokenizer.json"))
     said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2))
+    (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2), encoding="utf-8")
 
 
 def _corpus() -> Iterator[str]:

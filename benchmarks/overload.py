@@ -267,7 +267,7 @@ def main() -> list[str]:
             wrong += [miss for tally in others for miss in tally.misses(best.goodput)]
             all_ += [best, *others]
     OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / "overload.json").write_text(json.dumps([asdict(tally) for tally in all_], indent=2))
+    (OUT / "overload.json").write_text(json.dumps([asdict(tally) for tally in all_], indent=2), encoding="utf-8")
     return wrong
 
 

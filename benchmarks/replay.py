@@ -47,7 +47,9 @@ def main() -> None:
     runs = earlier(RESULTS, setting, "policies")
     for policy in options.policies:
         runs[policy] = asyncio.run(_run(requests, replace(fleet, gateways=((policy, "require"),) * options.gateways)))
-        RESULTS.write_text(json.dumps({"setting": setting, "bounds": bounds, "policies": runs}, indent=2))
+        RESULTS.write_text(
+            json.dumps({"setting": setting, "bounds": bounds, "policies": runs}, indent=2), encoding="utf-8"
+        )
     _print(requests, setting, bounds, runs)
 
 

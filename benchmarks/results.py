@@ -126,7 +126,7 @@ def goodput(answers: Sequence[TimedAnswer], ttft: float, itl: float) -> float:
 
 def earlier(results: Path, setting: Mapping[str, Any], part: str) -> dict[str, Any]:
     """`part` of the results that an earlier run in the same setting wrote; empty without one."""
-    found: dict[str, Any] = json.loads(results.read_text()) if results.is_file() else {}
+    found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else {}
     same = found.get("setting") == json.loads(json.dumps(setting))
     kept: dict[str, Any] = found[part] if same else {}
     return kept

@@ -124,7 +124,7 @@ def _measure_model(report: Report, shape: Shape, options: argparse.Namespace, co
                 peers.remove(peer)
                 report.missing.append(f"{peer.title}, {shape.name}, round {number + 1}: {_cause(error)}")
                 console.print(f"  {report.missing[-1]}", markup=False)
-            options.out.write_text(json.dumps(report.as_json(), indent=1))
+            options.out.write_text(json.dumps(report.as_json(), indent=1), encoding="utf-8")
 
 
 def measure(client: LoadClient, workload: Workload, number: int, warm: bool) -> dict[str, float]:

@@ -28,7 +28,7 @@ from tandem.checkpoints.hub import find_model
 
 SHARED = (4_000, 16_000, 60_000)  # tokens
 NEW, LONG, OTHER = 45, 150, 2_000  # words of a message
-WORDS = (Path(__file__).parents[1] / "README.md").read_text().split()
+WORDS = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").split()
 Message = dict[str, str]
 Encode = Callable[[], Awaitable[CheckedIds]]
 

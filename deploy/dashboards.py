@@ -228,4 +228,4 @@ def documents() -> dict[Path, str]:
 
 if __name__ == "__main__":
     for path, text in documents().items():
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")

@@ -57,7 +57,7 @@ Schema = dict[str, Any]
 
 def main() -> None:
     for path, text in documents().items():
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
 
 
 def documents() -> dict[Path, str]:
@@ -67,12 +67,23 @@ def documents() -> dict[Path, str]:
     return {
         ROOT / "docs" / "settings.md": settings_page(),
         ROOT / "docs" / "metrics.md": metrics_page(),
-        tracing: _between(tracing.read_text(), "spans", spans_tables()),
-        guide: with_version(_between(guide.read_text(), "values", values_table((CHART / "values.yaml").read_text()))),
-        DOCKERFILE: with_version(DOCKERFILE.read_text()),
-        schema: with_descriptions(with_settings(json.loads(schema.read_text())), (CHART / "values.yaml").read_text()),
+        tracing: _between(tracing.read_text(encoding="utf-8"), "spans", spans_tables()),
+        guide: with_version(
+            _between(
+                guide.read_text(encoding="utf-8"),
+                "values",
+                values_table((CHART / "values.yaml").read_text(encoding="utf-8")),
+            )
+        ),
+        DOCKERFILE: with_version(DOCKERFILE.read_text(encoding="utf-8")),
+        schema: with_descriptions(
+            with_settings(json.loads(schema.read_text(encoding="utf-8"))),
+            (CHART / "values.yaml").read_text(encoding="utf-8"),
+        ),
         ROOT / "docs" / "architecture.svg": architecture(),
-        CHART / "Chart.yaml": with_icon(with_version((CHART / "Chart.yaml").read_text()), ICON.read_bytes()),
+        CHART / "Chart.yaml": with_icon(
+            with_version((CHART / "Chart.yaml").read_text(encoding="utf-8")), ICON.read_bytes()
+        ),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from io import TextIOWrapper
 from pkgutil import resolve_name
 
 from tandem import __version__
@@ -57,6 +58,7 @@ COMMANDS = {
 
 
 def main() -> None:
+    _speak_unicode()
     try:
         try:
             _run()
@@ -68,6 +70,20 @@ def main() -> None:
     except BrokenPipeError:  # what read the output, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
         raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _speak_unicode() -> None:
+    """Starts this command again in Python's UTF-8 mode where the locale's names, words and files could be ASCII alone.
+
+    No character that the output's encoding lacks ends it: such a one is written as a backslash and a number.
+    """
+    if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    if isinstance(sys.stdout, TextIOWrapper):  # None where it was closed before
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8" if sys.stdin.encoding == "ascii" else None, errors="replace")
 
 
 def _run() -> None:

@@ -340,7 +340,7 @@ def read_cluster(path: Path) -> Cluster:
         ValueError: the file is not one, or a field of it is wrong; one line for each, by its name.
     """
     try:
-        return Cluster.model_validate(yaml.safe_load(path.read_text()))
+        return Cluster.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ValueError(f"--file: {path}: {error.strerror}") from None
     except yaml.YAMLError as error:

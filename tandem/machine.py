@@ -21,7 +21,7 @@ def usable_cpus(proc: Path = PROC) -> int:
 
 def usable_memory(proc: Path = PROC) -> int:
     """Returns how many bytes the processes of this machine, or of this container, may have in all."""
-    lines = map(str.split, (proc / "meminfo").read_text().splitlines())
+    lines = map(str.split, (proc / "meminfo").read_text(encoding="utf-8").splitlines())
     total = next(int(words[1]) * 1024 for words in lines if words[0] == "MemTotal:")
     return min([total, *_memory_limits(proc)])
 
@@ -71,6 +71,6 @@ def _words(file: Path) -> list[str]:
 def _lines(file: Path) -> list[str]:
     """Returns none where there is no such file."""
     try:
-        return file.read_text().splitlines()
+        return file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []

@@ -53,7 +53,9 @@ def compiled(
 def cpu_instructions() -> frozenset[str]:
     """Instruction sets of this CPU as /proc/cpuinfo spells them; empty without that file."""
     try:
-        return frozenset(Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split())
+        return frozenset(
+            Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\nflags")[2].partition("\n")[0].split()
+        )
     except OSError:
         return frozenset()
 
@@ -84,7 +86,7 @@ def compile_library(source: Path, flags: Sequence[str], output: Path) -> Path:
     problem = "no C compiler found: install the ziglang wheel, gcc or clang"
     for compiler in compilers():
         command = [*compiler, *_FLAGS, *flags, str(source), "-o", str(output), "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=_TIMEOUT_S, check=False)
         if done.returncode == 0:
             return output
         problem = f"{compiler[0]}: {done.stderr.strip()[-500:]}"

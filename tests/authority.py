@@ -18,7 +18,7 @@ class Authority:
                       "-keyout", "ca.key", "-out", "ca.pem")  # fmt: skip
 
     def issue(self, name: str, to: str = NAME) -> TLS:
-        (self.folder / "san").write_text(f"subjectAltName=DNS:{to}")
+        (self.folder / "san").write_text(f"subjectAltName=DNS:{to}", encoding="utf-8")
         self._openssl("req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}", "-keyout", f"{name}.key",
                       "-out", f"{name}.csr")  # fmt: skip
         self._openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",

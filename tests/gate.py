@@ -50,7 +50,7 @@ def _pytest(arguments: Sequence[str]) -> int:
 def _failed(cache: Path) -> set[str]:
     """Returns node ids of tests whose last run failed."""
     found = cache / "v" / "cache" / "lastfailed"
-    return set(json.loads(found.read_text())) if found.exists() else set()
+    return set(json.loads(found.read_text(encoding="utf-8"))) if found.exists() else set()
 
 
 if __name__ == "__main__":

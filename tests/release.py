@@ -16,7 +16,7 @@ RELEASED = re.compile(r"^## (?P<version>\S+), \d{4}-\d\d-\d\d, commit (?P<commit
 @cache
 def last_release() -> tuple[str, str]:
     """Its version and commit."""
-    found = RELEASED.search((ROOT / "CHANGELOG.md").read_text())
+    found = RELEASED.search((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
     assert found, "CHANGELOG names no release with its commit"
     return found["version"], found["commit"]
 

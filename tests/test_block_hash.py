@@ -31,5 +31,5 @@ def test_model_revision_lora_and_salt_part_the_caches() -> None:
 
 def test_equal_in_another_process() -> None:
     code = "from tandem.block_hash import *; print(block_hashes(root_hash('m', 'r'), list(range(32)), 16)[-1].hex())"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True, timeout=30)
     assert other.stdout.strip() == block_hashes(root_hash("m", "r"), list(range(32)), 16)[-1].hex()

@@ -30,5 +30,5 @@ def test_a_file_is_in_the_part_that_names_it_else_its_folder(path: str, part: st
 
 
 def test_contributing_says_which_change_needs_which() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert rows == [(name, part.needed_for) for name, part in PARTS.items()]

@@ -61,7 +61,9 @@ def test_greedy_tokens_equal_transformers(engine: Engine, folder: Path, tokenize
 
 def test_one_tokenizer_and_it_is_transformers_too(tokenizer: Tokenizer) -> None:
     text = 'def naïve(x):\n    """Grüße, 世界 🎉."""\n    return x or 42\n'
-    assert (DEMO / "draft" / "tokenizer.json").read_text() == (DEMO / "target" / "tokenizer.json").read_text()
+    assert (DEMO / "draft" / "tokenizer.json").read_text(encoding="utf-8") == (
+        DEMO / "target" / "tokenizer.json"
+    ).read_text(encoding="utf-8")
     ids = tokenizer.encode(text).ids
     assert AutoTokenizer.from_pretrained(DEMO / "target")(text)["input_ids"] == ids
     assert tokenizer.decode(ids) == text
@@ -74,7 +76,7 @@ def test_both_are_small() -> None:
 @pytest.mark.parametrize("prompt", ["def ", "import "])
 def test_the_target_writes_python_and_does_not_loop_at_once(tokenizer: Tokenizer, prompt: str) -> None:
     """Greedy, with the repetition penalty of its generation config, as every client gets it who sets none."""
-    penalty = json.loads((DEMO / "target" / "generation_config.json").read_text())["repetition_penalty"]
+    penalty = json.loads((DEMO / "target" / "generation_config.json").read_text(encoding="utf-8"))["repetition_penalty"]
     config = EngineConfig(model_path=DEMO / "target", model_name="demo", num_blocks=64, num_threads=1)
     text = prompt + tokenizer.decode(greedy(Engine(config), tokenizer.encode(prompt).ids, 40, penalty))
     lines = [line for line in text.splitlines() if line.strip()]

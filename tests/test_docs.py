@@ -19,7 +19,7 @@ DECISION = ("What is so", "Why", "What was tried", "What would change our mind")
 
 
 def text_of(name: str) -> str:
-    return (ROOT / name).read_text()
+    return (ROOT / name).read_text(encoding="utf-8")
 
 
 def test_the_readme_quotes_figures_that_the_results_have() -> None:
@@ -39,14 +39,16 @@ def test_results_are_read_in_one_go() -> None:
 
 def test_files_that_pages_name_are_there() -> None:
     named = {
-        (page.name, path) for page in PAGES for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", page.read_text())
+        (page.name, path)
+        for page in PAGES
+        for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", page.read_text(encoding="utf-8"))
     }
     assert {(page, path) for page, path in named if page != "CHANGELOG.md" and not (ROOT / path).exists()} == set()
 
 
 def links() -> Iterator[tuple[Path, str]]:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
             if not target.startswith(("http", "#")):
                 yield page, target
 
@@ -59,13 +61,13 @@ def test_headings_that_links_name_are_there() -> None:
     for page, target in links():
         file, _, heading = target.partition("#")
         if heading and file.endswith(".md"):
-            found = re.findall(r"^#+ (.*)$", (page.parent / file).read_text(), re.MULTILINE)
+            found = re.findall(r"^#+ (.*)$", (page.parent / file).read_text(encoding="utf-8"), re.MULTILINE)
             slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
             assert heading in slugs, (page.name, target)
 
 
 def test_modules_and_targets_that_pages_name_are_there() -> None:
-    text = "\n".join(page.read_text() for page in PAGES)
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.MULTILINE))
     assert set(re.findall(r"[`\n]make ([a-z-]+)", text)) <= targets
     for module in set(re.findall(rf"python -m ((?:{FOLDERS})[\w.]*\w)", text)):
@@ -86,7 +88,7 @@ def test_decisions_say_what_was_tried_and_what_would_change_them() -> None:
     listed = re.findall(r"\]\((\d[^)]+)\)", text_of("docs/decisions/README.md"))
     assert listed == [page.name for page in pages]
     for page in pages:
-        text = page.read_text()
+        text = page.read_text(encoding="utf-8")
         assert [part for part in DECISION if f"**{part}.**" not in text] == [], page.name
         assert len(text.splitlines()) <= 30, page.name
 

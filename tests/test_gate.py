@@ -33,12 +33,12 @@ INI = "[pytest]\nmarkers = fast: has one try\n"
 
 def gate(folder: Path, **files: str) -> tuple[int, list[str]]:
     """Returns the exit status and the verdicts on tests in files of these names."""
-    (folder / "pytest.ini").write_text(INI)
+    (folder / "pytest.ini").write_text(INI, encoding="utf-8")
     for name, text in files.items():
-        (folder / f"test_{name}.py").write_text(text)
+        (folder / f"test_{name}.py").write_text(text, encoding="utf-8")
     run = subprocess.run(
         [sys.executable, "-m", "tests.gate", "-p", "xdist.plugin", "-c", folder / "pytest.ini", folder],
-        cwd=ROOT, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True, text=True,
+        cwd=ROOT, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, capture_output=True, encoding="utf-8",
         check=False, timeout=200,
     )  # fmt: skip
     verdicts = [line for line in run.stdout.splitlines() if line.startswith(("unsteady: ", "broken: "))]

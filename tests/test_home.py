@@ -58,7 +58,7 @@ def test_a_nameless_user_has_a_folder_of_its_own_below_the_temporary_one(given: 
     place.chmod(0o1777)
     names = [f"HOME={given}"] if given else []
     command = [*AS_NAMELESS, f"TMPDIR={place}", *names, sys.executable, "-c", SAID]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)
     assert done.returncode == 0, done.stderr
     own = place / f"tandem-{UID}"
     found, name, folder, again = done.stdout.split()

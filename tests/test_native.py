@@ -16,7 +16,7 @@ SOURCE = "#include <math.h>\ndouble tandem_root(double x) { return sqrt(x); }\n"
 def test_the_wheel_compiles_what_gcc_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     source = tmp_path / "root.c"
-    source.write_text(SOURCE)
+    source.write_text(SOURCE, encoding="utf-8")
     (compiler,) = native.compilers()
     assert compiler[1:] == ["-m", "ziglang", "cc"]
     root = ctypes.CDLL(str(native.compiled(source, (), cache=tmp_path / "cache"))).tandem_root

@@ -18,15 +18,15 @@ def breaking(now: str, folder: Path) -> str:
     """Faults that buf finds in `now`; empty where there are none."""
     released = released_files(folder, str(LLM))
     (folder / "now" / LLM).parent.mkdir(parents=True)
-    (folder / "now" / LLM).write_text(now)
+    (folder / "now" / LLM).write_text(now, encoding="utf-8")
     command = [BUF, "breaking", folder / "now" / "protos", "--against", released / "protos"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", cwd=folder, timeout=60, check=False)
     assert done.stderr == ""
     return done.stdout
 
 
 def test_llm_proto_breaks_no_client_of_the_last_release(tmp_path: Path) -> None:
-    assert breaking((ROOT / LLM).read_text(), tmp_path) == ""
+    assert breaking((ROOT / LLM).read_text(encoding="utf-8"), tmp_path) == ""
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,6 @@ def test_llm_proto_breaks_no_client_of_the_last_release(tmp_path: Path) -> None:
     ],
 )
 def test_a_break_would_be_seen(here: str, there: str, tmp_path: Path) -> None:
-    now = (ROOT / LLM).read_text()
+    now = (ROOT / LLM).read_text(encoding="utf-8")
     assert here in now
     assert breaking(now.replace(here, there), tmp_path) != ""

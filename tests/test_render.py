@@ -89,7 +89,7 @@ def test_gpus_get_their_images_and_devices() -> None:
 def test_what_neither_can_have_is_refused_by_its_field(
     changed: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster_of("m", **changed)))
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster_of("m", **changed)), encoding="utf-8")
     with pytest.raises(SystemExit, match=re.escape(f"tandem render: {named}: ")):
         main(["helm", f"--file={tmp_path / 'cluster.yaml'}"])
     assert capsys.readouterr().out == ""
@@ -98,7 +98,7 @@ def test_what_neither_can_have_is_refused_by_its_field(
 @pytest.mark.long
 def test_what_compose_would_start_answers(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its services as processes, each at an address of its own in place of a container's."""
-    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster_of(str(demo_model))))
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster_of(str(demo_model))), encoding="utf-8")
     main(["compose", f"--file={tmp_path / 'cluster.yaml'}"])
     services = yaml.safe_load(capsys.readouterr().out)["services"]
     assert {name: one["deploy"]["replicas"] for name, one in services.items() if "deploy" in one} == {

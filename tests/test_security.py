@@ -274,10 +274,10 @@ def test_settings_say_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixt
         load(WorkerSettings, ["--model-path=x", "--tls-cert=x"], "worker")
     assert "tls-cert, tls-key and tls-ca belong together" in capsys.readouterr().err
     secret = tmp_path / "secret"
-    secret.write_text("short\n")
+    secret.write_text("short\n", encoding="utf-8")
     settings = load(WorkerSettings, ["--model-path=x", f"--cluster-secret={secret}"], "worker")
     with pytest.raises(ValueError, match="at least 16 bytes, got 5"):
         _ = settings.security
-    secret.write_text("long enough for a cluster\n")
+    secret.write_text("long enough for a cluster\n", encoding="utf-8")
     settings = load(WorkerSettings, ["--model-path=x", f"--cluster-secret={secret}"], "worker")
     assert settings.security.secret.proves(ClusterSecret(b"long enough for a cluster").proof("x"), "x")

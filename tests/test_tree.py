@@ -54,7 +54,7 @@ OUTSIDE = {"tandem.precompile", "tandem.cli", "tandem.__main__"}
 @cache
 def parsed(path: Path) -> ast.Module:
     """A file's tree, made once for all tests here."""
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @cache
@@ -84,7 +84,9 @@ def modules_imported(path: Path) -> set[str]:
 
 
 def test_rooms_are_entered_by_their_doors() -> None:
-    doors = {name.removesuffix(".__init__") for name, path in modules() if "__all__ = [" in path.read_text()}
+    doors = {
+        name.removesuffix(".__init__") for name, path in modules() if "__all__ = [" in path.read_text(encoding="utf-8")
+    }
     beside = [
         f"{name} imports {module}"
         for name, path in modules()
@@ -100,7 +102,7 @@ def doors() -> Iterator[Path]:
     """Files that list the names that others may use, and those of rooms that have a floor."""
     floors = {ROOT / room.replace(".", "/") for rooms in FLOORS for room in rooms if room.startswith("tandem.")}
     for path in chain.from_iterable(map(sources, ("tandem", "services", "benchmarks"))):
-        if path.name == "__init__.py" and ("__all__ = [" in path.read_text() or path.parent in floors):
+        if path.name == "__init__.py" and ("__all__ = [" in path.read_text(encoding="utf-8") or path.parent in floors):
             yield path
 
 
@@ -189,10 +191,14 @@ def test_stubs_are_generated_from_the_protos(tmp_path: Path) -> None:
         check=True, cwd=ROOT, timeout=60,
     )  # fmt: skip
     for made in (tmp_path / "tandem" / "v1").iterdir():
-        assert made.read_text() == (ROOT / "tandem" / "v1" / made.name).read_text(), f"run `make protos`: {made.name}"
+        assert made.read_text(encoding="utf-8") == (ROOT / "tandem" / "v1" / made.name).read_text(encoding="utf-8"), (
+            f"run `make protos`: {made.name}"
+        )
     for name in ("llm_pb2.py", "llm_pb2.pyi"):
         of_client = ROOT / "clients" / "python" / "tandem_client" / "stubs" / "tandem" / "v1" / name
-        assert of_client.read_text() == (ROOT / "tandem" / "v1" / name).read_text(), f"run `make protos`: {of_client}"
+        assert of_client.read_text(encoding="utf-8") == (ROOT / "tandem" / "v1" / name).read_text(encoding="utf-8"), (
+            f"run `make protos`: {of_client}"
+        )
 
 
 # Time, chance, threads and sockets: a simulation replaces what these do, so they are used in these places only.
@@ -260,9 +266,27 @@ CLIENTS = {
 
 
 def test_clients_of_a_cluster_pass_by_proxies() -> None:
-    texts = {str(path.relative_to(ROOT)): path.read_text() for _, path in modules()}
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for _, path in modules()}
     made = [(name, call) for name, text in texts.items() for call in CLIENTS if call in text]
     assert [(name, call) for name, call in made if name != CLIENTS[call]] == []
+
+
+def is_of_the_locale(call: ast.Call) -> bool:
+    """True for text whose encoding this machine's locale would choose, as far as ruff does not see it."""
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    is_file = method == ("write_text" if call.args else "read_text")
+    return "encoding" not in named and (is_file or ("text" in named and ast.unparse(named["text"]) == "True"))
+
+
+def test_text_of_files_and_programs_is_utf_8() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in chain.from_iterable(map(sources, TOPS))
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and is_of_the_locale(node)
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize(
@@ -278,7 +302,7 @@ def test_a_machine_is_asked_in_one_place(home: str, uses: set[str]) -> None:
 
 def test_what_lands_is_held_to_lint_and_the_tests_alone() -> None:
     """A gate that takes long is passed by nothing: the rest is `make check`."""
-    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert [line for line in script if line.startswith("make ")] == ["make lint", "make test"]
 
 
@@ -329,7 +353,9 @@ def test_functions_fit_a_screen() -> None:
 
 
 def test_files_are_a_few_screens() -> None:
-    sizes = {name: len(path.read_text().splitlines()) for name, path in modules() if "tandem.v1." not in name}
+    sizes = {
+        name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules() if "tandem.v1." not in name
+    }
     assert {name: size for name, size in sizes.items() if size > MAX_FILE_LINES} == {}
 
 

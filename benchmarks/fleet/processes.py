@@ -85,7 +85,7 @@ def tokens_read(role: str) -> int:
 
 def worker_tokens(role: str, what: str) -> list[int]:
     """Tokens that each of the last fleet's workers "prefilled" or "written", by its last words."""
-    lines = [line for log in LOGS.glob(f"{role}-*.log") for line in log.read_text().splitlines()]
+    lines = [line for log in LOGS.glob(f"{role}-*.log") for line in log.read_text(encoding="utf-8").splitlines()]
     return [int(json.loads(line)["tokens"][what]) for line in lines if '"stopped"' in line]
 
 
@@ -93,8 +93,10 @@ def model_folder() -> Path:
     """A config and the demo model's tokenizer: all that a null engine and a gateway need."""
     folder = OUT / "models" / MODEL
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.loads((DEMO_MODEL / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MAX_MODEL_LEN}))
+    config = json.loads((DEMO_MODEL / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": MAX_MODEL_LEN}), encoding="utf-8"
+    )
     shutil.copyfile(DEMO_MODEL / "tokenizer.json", folder / "tokenizer.json")
     return folder
 

@@ -62,7 +62,7 @@ def measure(scale: Scale, model: Path, parts: list[str], out: Path) -> dict[str,
             failed[name] = f"{type(error).__name__}: {error}"
             print(f"{name} FAILED: {failed[name]}", flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report(scale, rows, failed), indent=1, default=str))
+    out.write_text(json.dumps(report(scale, rows, failed), indent=1, default=str), encoding="utf-8")
     print(f"written to {out}")
     return failed
 

@@ -64,11 +64,11 @@ def unpack(bundle: Path, site: Path) -> None:
     parts = sorted(bundle.rglob("*.tar.xz.*"), key=lambda path: int(path.suffix[1:]))
     packed = b"".join(part.read_bytes() for part in parts)
     done, digest = site / "unpacked", sha256(packed).hexdigest()
-    if done.is_file() and done.read_text() == digest:
+    if done.is_file() and done.read_text(encoding="utf-8") == digest:
         return
     with tarfile.open(fileobj=io.BytesIO(packed), mode="r:xz") as archive:
         archive.extractall(site, filter="data")
-    done.write_text(digest)
+    done.write_text(digest, encoding="utf-8")
 
 
 def run(todo: Sequence[Errand], out: Path, environment: Mapping[str, str], seconds: float) -> dict[str, int | str]:
@@ -77,7 +77,10 @@ def run(todo: Sequence[Errand], out: Path, environment: Mapping[str, str], secon
     signal.signal(signal.SIGINT, signal.default_int_handler)
     out.mkdir(parents=True, exist_ok=True)
     found, end = dict[str, int | str](), time.monotonic() + seconds
-    with (out / "bare.log").open("ab", buffering=0) as log, (out / "bare.jsonl").open("a", buffering=1) as results:
+    with (
+        (out / "bare.log").open("ab", buffering=0) as log,
+        (out / "bare.jsonl").open("a", buffering=1, encoding="utf-8") as results,
+    ):
         for stage in todo:
             begun, place = time.monotonic(), log.tell()
             log.write(f"\n=== {stage.name}\n".encode())

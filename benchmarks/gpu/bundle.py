@@ -55,7 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     out: Path = options.out
     shutil.rmtree(out, ignore_errors=True)
-    install(requirements((ROOT / "constraints.txt").read_text()), site := out / "site")
+    install(requirements((ROOT / "constraints.txt").read_text(encoding="utf-8")), site := out / "site")
     if lacking := lacks(site):
         raise SystemExit(f"{', '.join(sorted(lacking))} is needed: carry it, or see that it is there")
     packed = pack(site, out / ARCHIVE)
@@ -84,7 +84,7 @@ def install(wanted: list[str], site: Path) -> None:
 
 def lacks(site: Path) -> set[str]:
     """Names of what is required by what is there, and is neither there nor on that machine."""
-    found = [Parser().parsestr(path.read_text()) for path in site.glob("*.dist-info/METADATA")]
+    found = [Parser().parsestr(path.read_text(encoding="utf-8")) for path in site.glob("*.dist-info/METADATA")]
     lines = [line for one in found for line in one.get_all("Requires-Dist", [])]
     there = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.3", "extra": ""}
     needed = {_plain(one.name) for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate(there)}

@@ -53,7 +53,7 @@ def tandem(scale: Scale, name: str) -> MeasuredPeer:
     def command(model: Path, port: int) -> list[str]:
         file = OUT / f"gpu-{name}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(yaml.safe_dump(cluster(scale, model, name, port)))
+        file.write_text(yaml.safe_dump(cluster(scale, model, name, port)), encoding="utf-8")
         return [sys.executable, "-m", "tandem", "up", f"--file={file}", f"--logs={OUT / 'logs' / name}"]
 
     return of_tandem(f"gpu-{name}", name, command)

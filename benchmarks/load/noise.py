@@ -22,7 +22,7 @@ def beside(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
         for neighbour in neighbours:
             weight = Path(f"/proc/{neighbour.pid}/autogroup")
             if weight.exists():
-                weight.write_text(HALF)
+                weight.write_text(HALF, encoding="utf-8")
         yield neighbours
     finally:
         for neighbour in neighbours:

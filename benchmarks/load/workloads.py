@@ -300,7 +300,7 @@ def trace(
     """The first `count` requests of Azure's trace, lengths divided by `answers` and `prompts`, random tokens."""
     if not TRACE.is_file():
         raise FileNotFoundError(f"{TRACE} is missing: save {TRACE_SOURCE} there")
-    with TRACE.open() as rows:
+    with TRACE.open(encoding="utf-8") as rows:
         found = list(islice(csv.DictReader(rows), count))
     times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in found]
     return [

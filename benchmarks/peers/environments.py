@@ -94,11 +94,11 @@ def _install_vllm(place: Path) -> None:
     cuda = ["torchvision", "torchaudio", "torchcodec"]
     subprocess.run([python, *PIP, "uninstall", "-y", *cuda], check=True, timeout=60)
     ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    packages = subprocess.run(ask, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    packages = subprocess.run(ask, check=True, capture_output=True, encoding="utf-8", timeout=60).stdout.strip()
     version = VLLM.partition("==")[2] + "+cpu"
     alias = Path(packages) / f"vllm-{version}.dist-info"
     alias.mkdir(exist_ok=True)
-    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", encoding="utf-8")
 
 
 def _build_llama_cpp(place: Path) -> None:

@@ -66,7 +66,7 @@ def _open(file: Path, folder: Path) -> None:
 def _write(folder: Path, place: Path, weights: WeightType) -> None:
     import gguf
 
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(place, config["model_type"])
     writer.add_name(folder.name)
     writer.add_context_length(config["max_position_embeddings"])
@@ -78,7 +78,7 @@ def _write(folder: Path, place: Path, weights: WeightType) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{weights.upper()}"])
-    _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
+    _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
     _add_weights(writer, folder, config, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

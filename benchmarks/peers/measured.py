@@ -163,7 +163,9 @@ def vllm(name: str, title: str, *options: str) -> MeasuredPeer:
 
 def serving_of_vllm(model: Path, port: int, most_tokens: int) -> list[str]:
     """Arguments of its program."""
-    longest = str(min(most_tokens, json.loads((model / "config.json").read_text())["max_position_embeddings"]))
+    longest = str(
+        min(most_tokens, json.loads((model / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"])
+    )
     return [
         "serve", str(model), "--served-model-name", model.name, "--dtype", "bfloat16",
         "--host", "127.0.0.1", "--port", str(port), "--max-model-len", longest,

@@ -196,4 +196,4 @@ def _log(name: str) -> Path:
 
 
 def _last_line(log: Path) -> str:
-    return (log.read_text().splitlines() or ["it wrote nothing"])[-1]
+    return (log.read_text(encoding="utf-8").splitlines() or ["it wrote nothing"])[-1]

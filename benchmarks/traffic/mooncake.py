@@ -54,7 +54,7 @@ def read_trace(speedup: float, path: Path | None = None, limit: int | None = Non
     path = path or TRACE
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: save {TRACE_SOURCE} there")
-    rows = [json.loads(line) for line in path.read_text().splitlines()[:limit]]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:limit]]
     return [
         TraceRequest(
             at=row["timestamp"] / 1000 / speedup,

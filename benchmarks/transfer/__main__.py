@@ -40,7 +40,7 @@ def main() -> None:
             console.print(said_overlap(moved, hidden), markup=False)
             found.append(asdict(hidden) | {"layer_s": moved.layer_s, "bound_s": hidden.bound_s(moved.layer_s)})
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1))
+    options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     console.print(f"written to {options.out}", markup=False)
 
 

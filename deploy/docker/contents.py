@@ -32,7 +32,7 @@ def debian() -> list[Component]:
     if not Path("/usr/bin/dpkg-query").exists():
         return []
     listed = ["dpkg-query", "--show", "--showformat=${Package} ${Version}\n"]
-    lines = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(listed, capture_output=True, encoding="utf-8", check=True).stdout.splitlines()
     return [component("deb", *line.split(), licence="see /usr/share/doc") for line in sorted(lines)]
 
 
@@ -50,9 +50,9 @@ def main(image: str) -> None:
     sbom = {"bomFormat": "CycloneDX", "specVersion": "1.5", "version": 1, "metadata": about, "components": components}
     folder = Path(sys.prefix) / "share" / "tandem"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "sbom.cdx.json").write_text(json.dumps(sbom, indent=1) + "\n")
+    (folder / "sbom.cdx.json").write_text(json.dumps(sbom, indent=1) + "\n", encoding="utf-8")
     lines = [f"{one['purl']}: {one['licenses'][0]['license']['name']}" for one in components]  # type: ignore[index]
-    (folder / "licences.txt").write_text("\n".join(lines) + "\n")
+    (folder / "licences.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{len(components)} components on {platform.machine()}")
 
 

@@ -14,6 +14,8 @@ if lock.exists():
     what = ["--require-hashes", "--no-deps", f"--requirement={lock}"]
 else:
     print(f"{lock} is not there: wheels are taken by version, not by hash", flush=True)
-    listed = subprocess.run([sys.executable, "requirements.py", *extras], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        [sys.executable, "requirements.py", *extras], capture_output=True, encoding="utf-8", check=True
+    )
     what = ["--constraint=constraints.txt", *listed.stdout.split()]
 subprocess.run([sys.executable, "-m", "pip", "install", *what], check=True)

@@ -40,7 +40,7 @@ def main(*images: str) -> None:
         except subprocess.CalledProcessError:
             missing.append(f"{name}-{machine}")
             continue
-        (LOCKS / f"{name}-{machine}.txt").write_text("\n".join(sorted(lines)) + "\n")
+        (LOCKS / f"{name}-{machine}.txt").write_text("\n".join(sorted(lines)) + "\n", encoding="utf-8")
         print(f"{name}-{machine}: {len(lines)} wheels")
     if missing:
         raise SystemExit(f"not resolved, for pip's reasons above: {', '.join(missing)}")
@@ -49,7 +49,7 @@ def main(*images: str) -> None:
 def resolved(extras: list[str], machine: str, *, isolated: bool) -> list[dict[str, Any]]:
     """pip's report of what it would install."""
     listed: list[str | Path] = [sys.executable, Path(__file__).with_name("requirements.py"), *extras]
-    requirements = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    requirements = subprocess.run(listed, cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout.split()
     platforms = [f"--platform=manylinux_2_{minor}_{machine}" for minor in GLIBC]
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
@@ -59,7 +59,7 @@ def resolved(extras: list[str], machine: str, *, isolated: bool) -> list[dict[st
             f"--platform=manylinux2014_{machine}", *platforms, f"--report={report}", "--constraint=constraints.txt",
         ]  # fmt: skip
         subprocess.run([*command, *requirements], cwd=ROOT, check=True)
-        found: list[dict[str, Any]] = json.loads(report.read_text())["install"]
+        found: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["install"]
         return found
 
 

@@ -19,8 +19,8 @@ CPUS = {"amd64", "arm64"}
 
 
 def main(file: Path = DOCKERFILE) -> None:
-    text = BASES.sub(lambda found: f"{found[1]}{found[2]}@{digest_of(found[2])}", file.read_text())
-    file.write_text(text)
+    text = BASES.sub(lambda found: f"{found[1]}{found[2]}@{digest_of(found[2])}", file.read_text(encoding="utf-8"))
+    file.write_text(text, encoding="utf-8")
     print("\n".join("".join(line) for line in BASES.findall(text)))
 
 

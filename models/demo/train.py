@@ -182,7 +182,7 @@ def train(size: str, steps: int, batch: int, length: int, start: int, loops: boo
     base = [[group["lr"] for group in o.param_groups] for o in optimizers]
     source = batches(stream, batch, length, torch.Generator().manual_seed(start))
     probe = held[: len(held) // 1024 * 1024].view(-1, 1024)[:24]
-    curve = json.loads((HERE / size / "loss_curve.json").read_text()) if start else []
+    curve = json.loads((HERE / size / "loss_curve.json").read_text(encoding="utf-8")) if start else []
     started, running, dice = time.monotonic(), 0.0, random.Random(2)
     for step in range(start, steps):
         loss = loss_of(compiled, next(source))
@@ -229,7 +229,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, curve: list[dict[str, fl
     fast.model_max_length = CONTEXT
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
-    (folder / "loss_curve.json").write_text(json.dumps(curve, indent=1) + "\n")
+    (folder / "loss_curve.json").write_text(json.dumps(curve, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

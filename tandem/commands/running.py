@@ -113,9 +113,13 @@ def up_in_background(arguments: list[str], logs: Path, ready_timeout_s: float) -
         if not ready:  # also by Ctrl-C, which it does not get itself
             child.terminate()
     if ready:
-        print(log.read_text(errors="replace").replace("Ctrl-C stops everything.", "`tandem down` stops everything."))
+        print(
+            log.read_text(errors="replace", encoding="utf-8").replace(
+                "Ctrl-C stops everything.", "`tandem down` stops everything."
+            )
+        )
         return
-    raise SystemExit(f"tandem up: it did not become ready\n{log.read_text(errors='replace')[-2000:]}")
+    raise SystemExit(f"tandem up: it did not become ready\n{log.read_text(errors='replace', encoding='utf-8')[-2000:]}")
 
 
 @contextmanager
@@ -126,7 +130,7 @@ def noted(said: Mapping[str, str]) -> Iterator[None]:
     try:
         with suppress(OSError):  # a home that cannot be written: it runs all the same
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(note.model_dump_json())
+            file.write_text(note.model_dump_json(), encoding="utf-8")
         yield
     finally:
         with suppress(OSError):
@@ -139,7 +143,7 @@ def running() -> list[RunningNote]:
     for file in _folder().glob("*.json"):
         with suppress(OSError):
             try:
-                note = RunningNote.model_validate(json.loads(file.read_text()))
+                note = RunningNote.model_validate(json.loads(file.read_text(encoding="utf-8")))
             except (ValueError, ValidationError):
                 continue
             if note.started == _started(note.pid):
@@ -161,7 +165,7 @@ async def _ended(notes: list[RunningNote]) -> list[RunningNote]:
 def _started(pid: int) -> int | None:
     """None: there is no such process, or it has ended."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return None
     return None if words[0] == "Z" else int(words[19])

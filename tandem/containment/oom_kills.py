@@ -16,7 +16,7 @@ _COUNTS = Path("/proc/vmstat")
 def oom_kills_here() -> int:
     """How many processes of this machine the kernel has killed for want of memory; 0 where it does not say."""
     try:
-        lines = _COUNTS.read_text().splitlines()
+        lines = _COUNTS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -106,7 +106,7 @@ def _die_with(parent: int) -> None:
     """Have the kernel end this process with its parent, and before others when memory is short."""
     if sys.platform == "linux":
         _LIBC.prctl(1, signal.SIGKILL)
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
     if os.getppid() != parent:
         os._exit(_OWNER_IS_GONE)
 
@@ -174,7 +174,7 @@ def _limit_memory(most: int) -> None:
 
 def _data_bytes() -> int:
     statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[5]) * resource.getpagesize() if statm.exists() else 0
+    return int(statm.read_text(encoding="utf-8").split()[5]) * resource.getpagesize() if statm.exists() else 0
 
 
 def _outcome(payload: bytearray) -> tuple[bytes, bool]:

@@ -46,11 +46,11 @@ def gone_here(process: str) -> bool:
 
 
 def _host(proc: Path) -> str:
-    boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
+    boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot}/{(proc / 'self/ns/pid').readlink()}"
 
 
 def _stat(proc: Path, pid: int) -> tuple[str, int]:
     """Its state, and when it began. Its name, in brackets, may hold anything."""
-    fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    fields = (proc / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return fields[0], int(fields[19])

@@ -65,13 +65,13 @@ class CpuPressure:
 
     def _read_waited_s(self) -> float:
         try:
-            return int(self._schedstat.read_text().split()[1]) / 1e9
+            return int(self._schedstat.read_text(encoding="utf-8").split()[1]) / 1e9
         except (OSError, ValueError, IndexError):
             return 0.0
 
     def _read_share(self) -> float:
         """Share of the last ten seconds, as the file's first line has it: some avg10=12.34 …"""
         try:
-            return float(self._pressure.read_text().split(maxsplit=2)[1].removeprefix("avg10=")) / 100
+            return float(self._pressure.read_text(encoding="utf-8").split(maxsplit=2)[1].removeprefix("avg10=")) / 100
         except (OSError, ValueError, IndexError):
             return 0.0

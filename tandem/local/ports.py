@@ -26,7 +26,7 @@ def free_ports(count: int) -> list[int]:
     Raises:
         OSError: every port is taken.
     """
-    with (Path(tempfile.gettempdir()) / f"tandem-ports-{os.getuid()}").open("a+") as turn:
+    with (Path(tempfile.gettempdir()) / f"tandem-ports-{os.getuid()}").open("a+", encoding="utf-8") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         turn.seek(0)
         start = int(turn.read() or _FIRST)

@@ -30,7 +30,7 @@ def open_crash_page(settings: WorkerSettings, worker_id: str) -> CrashPage:
     """At the start of a process, before anything else may take long; tells of the last one's death."""
     path = page_path(settings.crash_dir, settings.namespace, worker_id)
     faults = path.with_suffix(".fault")
-    said = faults.read_text(errors="replace") if faults.exists() else ""
+    said = faults.read_text(errors="replace", encoding="utf-8") if faults.exists() else ""
     if said:
         log.error("the last start has crashed", said=said[-LAST_CHARACTERS:])
     of = {"crash_dir": settings.crash_dir, "worker_id": worker_id}
@@ -54,7 +54,7 @@ def _new_page(path: Path, faults: Path) -> CrashPage:
     try:
         page = CrashPage.at(path)
         page.note_oom_kills(oom_kills_here())
-        faulthandler.enable(faults.open("w"))
+        faulthandler.enable(faults.open("w", encoding="utf-8"))
     except OSError as error:
         log.warning("no crash page: a request that ends this worker will not be known", path=str(path), why=str(error))
         return CrashPage()

@@ -66,7 +66,7 @@ def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerCont
 def process_age_s() -> float:
     """Seconds that this process has lived; 0 where the kernel does not say."""
     try:
-        began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        began = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, AttributeError):
         return 0.0

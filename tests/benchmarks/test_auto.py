@@ -59,7 +59,7 @@ def test_of_several_rounds_the_one_of_median_goodput_counts() -> None:
 def test_results_are_kept_for_the_same_setting_only(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     assert earlier(path, {"a": (1,)}, "found") == {}
-    path.write_text(json.dumps({"setting": {"a": (1,)}, "found": {"x": 1}}))
+    path.write_text(json.dumps({"setting": {"a": (1,)}, "found": {"x": 1}}), encoding="utf-8")
     assert earlier(path, {"a": (1,)}, "found") == {"x": 1}
     assert earlier(path, {"a": (2,)}, "found") == {}
 

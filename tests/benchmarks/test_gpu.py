@@ -24,7 +24,7 @@ from tandem.worker import WorkerSettings
 def test_rows_have_ratios_versions_and_a_date_and_what_fails_is_named(tmp_path: Path) -> None:
     out, model = tmp_path / "gpu.json", made(SMALL.shape, tmp_path / "tiny")
     measure(SMALL, model, ["engine", "transfer"], out)
-    found = json.loads(out.read_text())
+    found = json.loads(out.read_text(encoding="utf-8"))
     assert found["failed"] == {}
     assert [row["name"] for row in found["rows"]] == [
         "decode, batch 1", "decode, batch 3", "prefill of 64 tokens", "KV by tcp",
@@ -34,7 +34,7 @@ def test_rows_have_ratios_versions_and_a_date_and_what_fails_is_named(tmp_path: 
     assert found["device"] == "cpu"
     assert found["date"].startswith("20")
     measure(replace(SMALL, prompt=1 << 20), model, ["engine", "unknown"], out)
-    found = json.loads(out.read_text())
+    found = json.loads(out.read_text(encoding="utf-8"))
     assert list(found["failed"]) == ["engine", "unknown"]
     assert "token_ids" in found["failed"]["engine"]
 
@@ -57,7 +57,7 @@ def test_a_ratio_is_missed_on_its_own_side() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_device_it_says_so_in_one_line() -> None:
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, encoding="utf-8", timeout=120)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "sees no CUDA device" in done.stderr

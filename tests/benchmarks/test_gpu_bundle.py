@@ -36,7 +36,7 @@ runpy.run_module("benchmarks.servers.transformers_server", run_name="__main__")
 
 
 def test_wheels_are_those_that_were_tested_with() -> None:
-    found = requirements((ROOT / "constraints.txt").read_text())
+    found = requirements((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     assert "grpcio==" in " ".join(found)
     assert not [name for name in found if name.startswith(("torch", "cupy", "numpy"))], "the machine has these"
     with pytest.raises(ValueError, match="no version of annotated-doc"):
@@ -54,7 +54,7 @@ def test_what_is_carried_needs_nothing_that_is_not_there(tmp_path: Path) -> None
     for name, texts in (("x", needed), ("Granian", ("absent-here",))):
         lines = ["Metadata-Version: 2.1", f"Name: {name}", *(f"Requires-Dist: {text}" for text in texts)]
         (tmp_path / f"{name}-1.dist-info").mkdir()
-        (tmp_path / f"{name}-1.dist-info" / "METADATA").write_text("\n".join(lines))
+        (tmp_path / f"{name}-1.dist-info" / "METADATA").write_text("\n".join(lines), encoding="utf-8")
     assert lacks(tmp_path) == {"typing-extensions", "absent-here"}
     assert "typing-extensions" in WHEELS
 
@@ -85,7 +85,7 @@ def test_each_stages_command_is_one_that_its_program_takes(tmp_path: Path, devic
     ast.parse(todo["device"][2])
     for name in ("transports", "engine", "flashinfer"):
         (file,) = (ROOT / argument for argument in todo[name] if argument.startswith("tests/"))
-        tests_there = [line for line in file.read_text().splitlines() if line.startswith("def test_")]
+        tests_there = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("def test_")]
         assert tests_there
         assert name != "flashinfer" or any("flashinfer" in line for line in tests_there)
     for part in measured:
@@ -97,7 +97,9 @@ def test_each_stages_command_is_one_that_its_program_takes(tmp_path: Path, devic
 
 
 def test_a_warning_of_another_release_ends_no_test_there(tmp_path: Path) -> None:
-    (file := tmp_path / "test_old.py").write_text("def test():\n import warnings\n warnings.warn('x', FutureWarning)")
+    (file := tmp_path / "test_old.py").write_text(
+        "def test():\n import warnings\n warnings.warn('x', FutureWarning)", encoding="utf-8"
+    )
     (command,) = (stage.command for stage in stages(tmp_path, tmp_path, tmp_path) if stage.name == "transports")
     there = [*command[:-1], "-c", str(ROOT / "pyproject.toml"), str(file)]
     here = [word for word in there if word not in ("-W", "default")]
@@ -124,7 +126,7 @@ def test_each_result_is_written_whatever_fails(tmp_path: Path) -> None:
     assert str(found["absent"]).startswith("not begun: ")
     assert "never" not in found
     assert run(todo[:1], tmp_path, os.environ, 0) == {"fine": "not begun: no time is left"}
-    written = [json.loads(line) for line in (tmp_path / "bare.jsonl").read_text().splitlines()]
+    written = [json.loads(line) for line in (tmp_path / "bare.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [result["stage"] for result in written] == [*(stage.name for stage in todo[:5]), "fine"]
     assert [result["status"] for result in written[:5]] == list(found.values())
     for result, text in zip(written, ("figure 7", "broken", "tidied"), strict=False):
@@ -139,7 +141,7 @@ def test_all_of_it_runs_here_at_a_small_scale(tmp_path: Path) -> None:
     site, out, bundle = tmp_path / "site", tmp_path / "out", tmp_path / "bundle"
     program = tmp_path / "carried" / "vllm" / "entrypoints" / "cli" / "main.py"
     program.parent.mkdir(parents=True)
-    program.write_text(STAND_IN)
+    program.write_text(STAND_IN, encoding="utf-8")
     bundle.mkdir()
     with tarfile.open(bundle / f"{ARCHIVE}.0", "w:xz") as archive:
         archive.add(tmp_path / "carried", ".")
@@ -147,20 +149,22 @@ def test_all_of_it_runs_here_at_a_small_scale(tmp_path: Path) -> None:
     environment, found = environment_of(site, "cpu") | {"TMPDIR": str(tmp_path)}, dict[str, int | str]()
     for stage in stages(bundle, site, out, "cpu"):
         found |= run([stage], out, environment | (dict(ports) if stage.name == "cluster" else {}), 900)
-    assert set(found.values()) == {0}, (out / "bare.log").read_text()[-4000:]
+    assert set(found.values()) == {0}, (out / "bare.log").read_text(encoding="utf-8")[-4000:]
     assert len(list(out.iterdir())) == 6
-    rows = json.loads((out / "gpu-vllm.json").read_text())["rows"]
+    rows = json.loads((out / "gpu-vllm.json").read_text(encoding="utf-8"))["rows"]
     assert [row["name"] for row in rows][:2] == ["TTFT of 64 tokens", "answers of 1 at once"]
     assert all(row["ratio"] > 0 for row in rows)
 
 
 def test_what_the_table_says_would_prove_each_part_is_there(tmp_path: Path) -> None:
-    table = [line for line in (ROOT / "docs" / "gpu.md").read_text().splitlines() if line.startswith("| ")]
+    table = [
+        line for line in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")
+    ]
     bounds = {stage.name: stage.limit_s for stage in stages(tmp_path, tmp_path, tmp_path)}
     stated = re.findall(rf"\b({'|'.join(sorted(bounds, key=len, reverse=True))}),? (\d+) s", "\n".join(table))
     assert {name: float(seconds) for name, seconds in stated} == {
         name: limit_s for name, limit_s in bounds.items() if name not in ("install", "device")
     }
     for file, word in re.findall(r"`(tests/gpu/\w+\.py) -k (\w+)`", "\n".join(table)):
-        assert word in (ROOT / file).read_text(), f"{file} has no test of {word}"
+        assert word in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no test of {word}"
     assert all(line.count(" | ") == 3 for line in table), "each row says what would prove it"

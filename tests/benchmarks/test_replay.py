@@ -29,7 +29,7 @@ def trace(tmp_path: Path) -> Path:
         for i in range(8)
     ]
     path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in rows))
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     return path
 
 

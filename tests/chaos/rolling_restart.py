@@ -87,9 +87,11 @@ def consecutive_ports() -> tuple[int, int, int]:
 def fleet(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterator[RestartedFleet]:
     folder, (http, grpc_port, redis) = tmp_path_factory.mktemp("rolling"), consecutive_ports()
     file = folder / "cluster.yaml"
-    file.write_text(CLUSTER.format(model=demo_model, http=http, grpc=grpc_port, redis=redis, sequences=SEQUENCES))
+    file.write_text(
+        CLUSTER.format(model=demo_model, http=http, grpc=grpc_port, redis=redis, sequences=SEQUENCES), encoding="utf-8"
+    )
     command = [sys.executable, "-m", "tandem", "up", f"--file={file}", f"--logs={folder / 'logs'}"]
-    with (folder / "up.log").open("w") as output:
+    with (folder / "up.log").open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             fleet = RestartedFleet(process, http, grpc_port)

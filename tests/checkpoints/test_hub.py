@@ -56,7 +56,7 @@ def ask(
 ) -> subprocess.CompletedProcess[str]:
     given = os.environ | {"HF_ENDPOINT": server.url, "HF_HOME": str(home)} | environment
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=given, capture_output=True, encoding="utf-8", timeout=120, check=False)
 
 
 def said(done: subprocess.CompletedProcess[str]) -> str:
@@ -154,8 +154,8 @@ def test_a_model_of_a_wheel_comes_with_what_its_file_does_not_say(
     place.parent.mkdir(parents=True)
     place.touch()  # as if it had been fetched
     assert find_model("smollm2").path == place
-    assert json.loads((place.parent / "tokenizer_config.json").read_text()) == {"tool_parser": "hermes"}
-    assert json.loads((place.parent / "generation_config.json").read_text())["max_new_tokens"] == 1024
+    assert json.loads((place.parent / "tokenizer_config.json").read_text(encoding="utf-8")) == {"tool_parser": "hermes"}
+    assert json.loads((place.parent / "generation_config.json").read_text(encoding="utf-8"))["max_new_tokens"] == 1024
 
 
 def test_memory_is_weighed_for_all_workers_together() -> None:

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder)
     make("llama3").save_pretrained(folder)
     index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return folder
 
 

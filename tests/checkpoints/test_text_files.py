@@ -50,8 +50,8 @@ def test_every_file_counts(folder: Path, tmp_path: Path, name: str) -> None:
 
 def test_what_only_weights_need_does_not_count(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "other")
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}), encoding="utf-8")
     (tmp_path / "other" / "model.safetensors").touch()
     assert text_fingerprint(tmp_path / "other") == text_fingerprint(folder)
 

@@ -219,7 +219,7 @@ def test_a_helper_starts_beside_grpcs_calls_under_uvloop() -> None:
     """As in a gateway. Of 100 that were forked, about 17 died before they began."""
     code = f"from {__name__} import start_many; start_many()"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], cwd=HERE, capture_output=True, encoding="utf-8", timeout=120, check=False
     )
     assert (done.returncode, done.stdout) == (0, "all alive\n"), done.stderr[-2000:]
 

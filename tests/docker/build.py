@@ -35,14 +35,14 @@ PLACES = ("cert", "extra-index-url", "find-links", "index-url")
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=STEP_BOUND_S, check=False)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, encoding="utf-8", timeout=STEP_BOUND_S, check=False)
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
     return done.stdout
 
 
 def base(folder: Path) -> str:
     """Name of an image with Python 3.11, made in `folder`, once on a machine, if no registry is reached."""
-    lines = DOCKERFILE.read_text().splitlines()
+    lines = DOCKERFILE.read_text(encoding="utf-8").splitlines()
     own = "docker.io/library/" + next(line for line in lines if line.startswith("ARG BASE=")).partition("=")[2]
     if subprocess.run(["buildah", "pull", own], capture_output=True, timeout=300, check=False).returncode == 0:
         return own
@@ -68,8 +68,10 @@ def base(folder: Path) -> str:
 def build(target: str, on: str, folder: Path) -> str:
     """The image's name. This old buildah follows no ARG to a stage: its default is put there."""
     dockerfile, conf, said = folder / "Dockerfile", folder / "pip.conf", pip_options()
-    dockerfile.write_text(DOCKERFILE.read_text().replace("-${ACCELERATOR}", "-cpu"))
-    conf.write_text("\n".join(["[global]", *(f"{name} = {value}" for name, value in said.items())]) + "\n")
+    dockerfile.write_text(DOCKERFILE.read_text(encoding="utf-8").replace("-${ACCELERATOR}", "-cpu"), encoding="utf-8")
+    conf.write_text(
+        "\n".join(["[global]", *(f"{name} = {value}" for name, value in said.items())]) + "\n", encoding="utf-8"
+    )
     index = [f"--build-arg=WHEEL_INDEX={said['extra-index-url']}"] if "extra-index-url" in said else []
     places = {word.removeprefix("file://").removesuffix("/simple") for value in said.values() for word in value.split()}
     mounted = [f"--volume={path}:{path}:ro" for path in sorted(places | {CERTIFICATES}) if Path(path).exists()]

@@ -32,7 +32,7 @@ def file_of(module: str) -> Path:
 
 @cache
 def _at_start(path: Path) -> frozenset[str]:
-    return frozenset(_of_statements(ast.parse(path.read_text()).body))
+    return frozenset(_of_statements(ast.parse(path.read_text(encoding="utf-8")).body))
 
 
 def _of_statements(body: list[ast.stmt]) -> Iterator[str]:

@@ -31,7 +31,7 @@ SERVICES = tuple(EXTRAS)
 
 def test_the_dockerfile_lints() -> None:
     done = subprocess.run(
-        [Path(sys.executable).with_name("hadolint"), DOCKERFILE], capture_output=True, text=True, check=False
+        [Path(sys.executable).with_name("hadolint"), DOCKERFILE], capture_output=True, encoding="utf-8", check=False
     )
     assert done.returncode == 0, done.stdout
 
@@ -79,7 +79,7 @@ def test_every_room_is_in_an_image() -> None:
 
 def brought_by(extras: tuple[str, ...]) -> set[str]:
     """Modules of the distributions that an image installs, and of those that these name."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [*project["dependencies"], *(p for extra in extras for p in project["optional-dependencies"][extra])]
     named = {re.split(r"[^\w-]", n)[0].lower() for line in wanted for n in (line, *(requires(line) or ()))}
     named = {name.replace("_", "-") for name in named}
@@ -143,29 +143,31 @@ def starts_and_ends(service: str, container: str, log: Path) -> None:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
         try:
             eventually(lambda: live(ports[1]) or process.poll() is not None, BOUND_S, "live")
-            assert process.poll() is None, log.read_text()[-3000:]
+            assert process.poll() is None, log.read_text(encoding="utf-8")[-3000:]
             process.terminate()
-            assert process.wait(40) == 0, log.read_text()[-3000:]
+            assert process.wait(40) == 0, log.read_text(encoding="utf-8")[-3000:]
         finally:
             for one in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
                 one.kill()
             process.kill()
             process.wait()
-    assert "Traceback" not in log.read_text()
+    assert "Traceback" not in log.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("lock", sorted(LOCKS.glob("*.txt")), ids=lambda path: path.stem)
 def test_a_lock_names_each_wheel_by_its_hash_in_the_version_that_tests_run(lock: Path) -> None:
-    ours = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    ours = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line
+    )
     versions = {name.lower().replace("_", "-"): version for name, version in ours.items()}
-    for line in lock.read_text().splitlines():
+    for line in lock.read_text(encoding="utf-8").splitlines():
         found = re.fullmatch(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}", line)
         assert found, line
         known = versions.get(found[1].replace("_", "-"))
         assert known is None or found[2].partition("+")[0] == known, line
     requirements = subprocess.run(
         [sys.executable, LOCKS.with_name("requirements.py"), *IMAGES[lock.stem.rpartition("-")[0]]],
-        cwd=ROOT, capture_output=True, text=True, check=True,
+        cwd=ROOT, capture_output=True, encoding="utf-8", check=True,
     ).stdout.split()  # fmt: skip
-    locked = {line.partition("==")[0].replace("_", "-") for line in lock.read_text().splitlines()}
+    locked = {line.partition("==")[0].replace("_", "-") for line in lock.read_text(encoding="utf-8").splitlines()}
     assert {name.lower().replace("_", "-") for name in requirements} <= locked, "run `make lock`"

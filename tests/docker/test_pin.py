@@ -53,7 +53,9 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         Thread(target=server.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{server.server_port}"
         (folder := tmp_path / ".config" / "containers").mkdir(parents=True)
-        (folder / "registries.conf").write_text(f'[[registry]]\nlocation = "{address}"\ninsecure = true\n')
+        (folder / "registries.conf").write_text(
+            f'[[registry]]\nlocation = "{address}"\ninsecure = true\n', encoding="utf-8"
+        )
         monkeypatch.setenv("HOME", str(tmp_path))
         yield address
         server.shutdown()
@@ -61,7 +63,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def pin(file: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "deploy.docker.pin", str(file)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60, check=False)
 
 
 @pytest.mark.long
@@ -69,10 +71,10 @@ def pin(file: Path) -> subprocess.CompletedProcess[str]:
 def test_each_base_gets_the_digest_that_its_tag_has_now(registry: str, tmp_path: Path) -> None:
     old, new = f"@sha256:{64 * '1'}", f"@sha256:{sha256(INDICES['both']).hexdigest()}"
     before = f"ARG BASE={registry}/both:1.2\nARG ACCELERATOR=cpu\nARG CUDA_IMAGE={registry}/both:1.2"
-    (file := tmp_path / "Dockerfile").write_text(f"{before}{old}\nFROM ${{BASE}}\n")
+    (file := tmp_path / "Dockerfile").write_text(f"{before}{old}\nFROM ${{BASE}}\n", encoding="utf-8")
     done = pin(file)
     assert done.returncode == 0, done.stderr
-    assert file.read_text() == before.replace(":1.2", f":1.2{new}") + "\nFROM ${BASE}\n"
+    assert file.read_text(encoding="utf-8") == before.replace(":1.2", f":1.2{new}") + "\nFROM ${BASE}\n"
 
 
 @pytest.mark.long
@@ -81,19 +83,19 @@ def test_each_base_gets_the_digest_that_its_tag_has_now(registry: str, tmp_path:
 def test_a_base_that_is_not_for_every_cpu_or_not_there_is_refused(
     registry: str, tmp_path: Path, name: str, said: str
 ) -> None:
-    (file := tmp_path / "Dockerfile").write_text(text := f"ARG BASE={registry}/{name}:1.2\n")
+    (file := tmp_path / "Dockerfile").write_text(text := f"ARG BASE={registry}/{name}:1.2\n", encoding="utf-8")
     done = pin(file)
     assert done.returncode == 1
     assert f"{registry}/{name}:1.2: " in done.stderr
     assert said in done.stderr
-    assert file.read_text() == text
+    assert file.read_text(encoding="utf-8") == text
 
 
 def test_a_release_names_its_bases_by_digest() -> None:
     """From the commit on that gives the topmost version of CHANGELOG its date."""
-    bases = BASES.findall(DOCKERFILE.read_text())
+    bases = BASES.findall(DOCKERFILE.read_text(encoding="utf-8"))
     assert [line for line, _, _ in bases] == ["ARG BASE=", "ARG CUDA_IMAGE="]
-    latest = re.search(r"^## .*$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    latest = re.search(r"^## .*$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert latest
     if "not released" not in latest[0]:
         assert all(digest for _, _, digest in bases), "run `make pin`"

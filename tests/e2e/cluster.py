@@ -80,22 +80,26 @@ def running_cluster(
     http, grpc, redis = free_ports(3)
     arguments = [f"--http-port={http}", f"--grpc-port={grpc}", f"--redis-port={redis}", f"--logs={folder / 'logs'}"]
     if file:
-        (folder / "cluster.yaml").write_text(file.format(http=http, grpc=grpc, redis=redis))
+        (folder / "cluster.yaml").write_text(file.format(http=http, grpc=grpc, redis=redis), encoding="utf-8")
         arguments = [f"--file={folder / 'cluster.yaml'}", f"--logs={folder / 'logs'}"]
-    output = (folder / "up.log").open("w+")
+    output = (folder / "up.log").open("w+", encoding="utf-8")
     process = subprocess.Popen(
         dying_with_parent(sys.executable, "-m", "tandem", "up", *arguments, *options),
-        stdout=output, stderr=subprocess.STDOUT, text=True, env=os.environ | PATIENT | (env or {}),
+        stdout=output, stderr=subprocess.STDOUT, encoding="utf-8", env=os.environ | PATIENT | (env or {}),
     )  # fmt: skip
     cluster = RunningCluster(
         f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}", f"redis://127.0.0.1:{redis}", folder / "logs", process
     )
     try:
         said = folder / "up.log"
-        eventually(lambda: "is ready" in said.read_text() or process.poll() is not None, START_BOUND_S, "cluster ready")
-        assert process.poll() is None, said.read_text()
+        eventually(
+            lambda: "is ready" in said.read_text(encoding="utf-8") or process.poll() is not None,
+            START_BOUND_S,
+            "cluster ready",
+        )
+        assert process.poll() is None, said.read_text(encoding="utf-8")
         url = folder / "logs" / REDIS_URL_FILE
-        yield replace(cluster, redis_url=url.read_text()) if url.exists() else cluster
+        yield replace(cluster, redis_url=url.read_text(encoding="utf-8")) if url.exists() else cluster
     finally:
         process.send_signal(signal.SIGINT)
         try:

@@ -148,7 +148,7 @@ def test_adapters_come_from_a_hub_by_name(
         loaded = load(cluster, name, path)
         assert loaded.status_code == 200, loaded.text
         assert answer(cluster, name) == expected["a0"][:NEW_TOKENS]
-    assert "made for a model of another name" in (cluster.logs / "decode-0.log").read_text()
+    assert "made for a model of another name" in (cluster.logs / "decode-0.log").read_text(encoding="utf-8")
     assert not [path for path, _ in hub.asked if path.endswith("README.md")]
     for name in ("named", "pinned", "renamed"):
         assert post(cluster, "/v1/unload_lora_adapter", lora_name=name).status_code == 200

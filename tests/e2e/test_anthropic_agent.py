@@ -80,8 +80,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     smollm = as_folder(find_model("smollm2").path)
     shutil.copy(smollm / "tokenizer.json", folder)
-    tokens = json.loads((smollm / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**tokens, "chat_template": TEMPLATE}))
+    tokens = json.loads((smollm / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**tokens, "chat_template": TEMPLATE}), encoding="utf-8")
     return folder
 
 
@@ -134,19 +134,21 @@ class Desk:
         @beta_tool(strict=True, description="Write a file")
         def write_notes(path: Literal["notes.txt"], text: Literal["one\n"]) -> str:
             self.used["write_notes"] += 1
-            (self.folder / path).write_text(text)
+            (self.folder / path).write_text(text, encoding="utf-8")
             return "written"
 
         @beta_tool(strict=True, description="Append to a file")
         def append_notes(path: Literal["notes.txt"], text: Literal["two\n"], times: Literal[2]) -> str:
             self.used["append_notes"] += 1
-            (self.folder / path).write_text((self.folder / path).read_text() + text * times)
+            (self.folder / path).write_text(
+                (self.folder / path).read_text(encoding="utf-8") + text * times, encoding="utf-8"
+            )
             return "appended"
 
         @beta_tool(strict=True, description="Read a file", cache_control={"type": "ephemeral"})
         def read_notes(path: Literal["notes.txt"]) -> str:
             self.used["read_notes"] += 1
-            return notes.read_text()
+            return notes.read_text(encoding="utf-8")
 
         return [*map(other_tool, range(100)), write_notes, append_notes, read_notes]
 
@@ -185,7 +187,7 @@ def client_of(fleet: AgentFleet, forcing: Forcing) -> Anthropic:
 
 def check(desk: Desk, last: Any) -> None:
     assert desk.used == Counter(SCRIPT)
-    assert (desk.folder / "notes.txt").read_text() == "one\ntwo\ntwo\n"
+    assert (desk.folder / "notes.txt").read_text(encoding="utf-8") == "one\ntwo\ntwo\n"
     assert last.stop_reason in ("max_tokens", "end_turn")
 
 

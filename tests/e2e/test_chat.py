@@ -30,7 +30,7 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def tandem(state: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tandem", *arguments]
-    return subprocess.run(command, env=state, capture_output=True, text=True, timeout=2 * BOUND_S, check=False)
+    return subprocess.run(command, env=state, capture_output=True, encoding="utf-8", timeout=2 * BOUND_S, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +127,10 @@ def test_who_is_not_there_is_named(url: str, state: dict[str, str]) -> None:
 def test_down_of_several_asks_which(url: str, state: dict[str, str]) -> None:
     with subprocess.Popen(["sleep", "600"]) as other:
         try:
-            started = int(Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[19])
+            started = int(Path(f"/proc/{other.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
             said = {"model": "other", "http": "", "grpc": "", "workers": "", "logs": ""}
             note = RunningNote(pid=other.pid, started=started, **said).model_dump_json()
-            Path(state["XDG_STATE_HOME"], "tandem", "running", f"{other.pid}.json").write_text(note)
+            Path(state["XDG_STATE_HOME"], "tandem", "running", f"{other.pid}.json").write_text(note, encoding="utf-8")
             asked = tandem(state, "down")
             assert asked.returncode == 1
             assert "which one? --pid=PID, or --all" in asked.stderr

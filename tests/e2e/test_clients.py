@@ -127,7 +127,7 @@ def test_examples_run(shm_cluster: RunningCluster, name: str) -> None:
     if shutil.which(command) is None:
         pytest.skip(f"no {command} on this machine")
     address = shm_cluster.grpc if name == "generate.py" else shm_cluster.http
-    done = subprocess.run([command, EXAMPLES / name, address], capture_output=True, text=True, timeout=BOUND_S)
+    done = subprocess.run([command, EXAMPLES / name, address], capture_output=True, encoding="utf-8", timeout=BOUND_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "lines" in done.stdout
 

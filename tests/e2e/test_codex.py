@@ -57,7 +57,7 @@ def codex(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=True,
         timeout=BOUND_S * 3,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
     )
     subprocess.run(["tar", "xzf", packed.stdout.split()[-1]], cwd=folder, check=True, timeout=BOUND_S)
     (program,) = folder.glob("package/vendor/*/bin/codex")
@@ -134,21 +134,21 @@ def run_session(codex: Path, forcing: ForcedSteps, folder: Path) -> str:
     home, desk = folder / "home", folder / "desk"
     home.mkdir()
     desk.mkdir()
-    (desk / "AGENTS.md").write_text(WORDS * 900)
+    (desk / "AGENTS.md").write_text(WORDS * 900, encoding="utf-8")
     nowhere = "http://127.0.0.1:9"
     env = {
         "HOME": str(home), "CODEX_HOME": str(home), "PATH": os.environ["PATH"], "http_proxy": nowhere,
         "https_proxy": nowhere, "no_proxy": "127.0.0.1",
     }  # fmt: skip
     with proxy(forcing) as url:
-        (home / "config.toml").write_text(CONFIG.format(url=url))
+        (home / "config.toml").write_text(CONFIG.format(url=url), encoding="utf-8")
         done = subprocess.run(
             [str(codex), "exec", "--skip-git-repo-check", "make the files"], cwd=desk, env=env, timeout=3 * BOUND_S,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8",
         )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert (desk / "ran").read_text() == "one\ntwo\nthree\n"
-    assert (desk / "copy.txt").read_text() == "hello\n"
+    assert (desk / "ran").read_text(encoding="utf-8") == "one\ntwo\nthree\n"
+    assert (desk / "copy.txt").read_text(encoding="utf-8") == "hello\n"
     assert len(forcing.ends) == len(SCRIPT) + 1
     return done.stderr
 

@@ -37,7 +37,7 @@ def running_rotel(folder: Path, backend: str) -> Iterator[str]:
         "exporter": "otlp", "otlp-exporter-endpoint": backend, "otlp-exporter-protocol": "grpc",
         "traces-batch-timeout": "200ms",
     }  # fmt: skip
-    with (folder / "rotel.log").open("w") as log:
+    with (folder / "rotel.log").open("w", encoding="utf-8") as log:
         command = dying_with_parent(str(agent), "start", *(f"--{name}={value}" for name, value in options.items()))
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:

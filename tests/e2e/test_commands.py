@@ -28,7 +28,9 @@ from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_clust
 
 
 def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tandem", *arguments], capture_output=True, text=True, timeout=200)
+    return subprocess.run(
+        [sys.executable, "-m", "tandem", *arguments], capture_output=True, encoding="utf-8", timeout=200
+    )
 
 
 Said = Callable[..., tuple[int, str, str]]
@@ -58,11 +60,11 @@ def test_generate_streams_an_answer(shm_cluster: RunningCluster) -> None:
 
 
 def test_the_lines_to_try_run_as_they_are_printed(shm_cluster: RunningCluster) -> None:
-    said = (shm_cluster.logs.parent / "up.log").read_text().partition("from another terminal:")[2]
+    said = (shm_cluster.logs.parent / "up.log").read_text(encoding="utf-8").partition("from another terminal:")[2]
     commands = re.findall(r"^  (\S(?:.*\\\n)*.*)$", said, re.MULTILINE)
     assert [Path(command.split()[0]).name for command in commands[:3]] == ["curl", "python", "tandem"]
     for command in commands[:3]:
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=90)
+        done = subprocess.run(["bash", "-c", command], capture_output=True, encoding="utf-8", timeout=90)
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip(), command
         assert not done.stdout.startswith('{"error"'), done.stdout  # a random model may write the word itself
@@ -73,7 +75,9 @@ def test_the_lines_to_try_run_as_they_are_printed(shm_cluster: RunningCluster) -
 
 def test_the_example_runs(shm_cluster: RunningCluster) -> None:
     example = Path(__file__).parents[2] / "examples" / "generate.py"
-    done = subprocess.run([sys.executable, example, shm_cluster.grpc], capture_output=True, text=True, timeout=90)
+    done = subprocess.run(
+        [sys.executable, example, shm_cluster.grpc], capture_output=True, encoding="utf-8", timeout=90
+    )
     assert done.returncode == 0, done.stderr
     assert "by decode-0" in done.stdout
     assert "{'temperature': " in done.stdout
@@ -90,7 +94,11 @@ def test_a_reader_that_has_seen_enough_is_no_error(arguments: tuple[str, ...]) -
     reader, writer = os.pipe()
     os.close(reader)
     result = subprocess.run(
-        [sys.executable, "-m", "tandem", *arguments], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200
+        [sys.executable, "-m", "tandem", *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        timeout=200,
     )
     os.close(writer)
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
@@ -98,7 +106,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(arguments: tuple[str, ...]) -
 
 def test_a_closed_output_is_no_error() -> None:
     command = f"{sys.executable} -m tandem --help >&-"
-    result = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=200)
+    result = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, encoding="utf-8", timeout=200)
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -162,7 +170,7 @@ def test_a_worker_of_another_kv_layout_ends_with_the_reason(shm_cluster: Running
     options = [f"--redis-url={shm_cluster.redis_url}", "--dtype=bfloat16", "--worker-id=stranger", "--grpc-port=0"]
     model = ["--model-path=models/demo/target", "--model-name=tandem-demo", "--num-blocks=64"]
     command = [sys.executable, "-m", "services.prefill", *model, *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)
     assert result.returncode == 1
     assert "stranger: layout_hash: " in result.stderr
     assert "that of decode-0 is" in result.stderr
@@ -177,7 +185,7 @@ def test_a_worker_whose_id_is_taken_ends_with_the_reason(shm_cluster: RunningClu
     model = ["--model-path=models/demo/target", "--model-name=other", "--num-blocks=64"]
     (decode,) = shm_cluster.pids("decode")
     result = subprocess.run(
-        [sys.executable, "-m", "services.decode", *model, *options], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "services.decode", *model, *options], capture_output=True, encoding="utf-8", timeout=60
     )
     assert result.returncode == 1
     assert "decode-0: worker_id: decode-0 at 127.0.0.1:" in result.stderr
@@ -245,7 +253,9 @@ def test_keys_are_where_up_looks_for_them(tmp_path: Path) -> None:
     environment = os.environ | {"TANDEM_API_KEYS": str(keys)}
     subprocess.run([*asked, "add", "--tenant=acme"], env=environment, check=True, timeout=60, capture_output=True)
     assert keys.exists()
-    found = subprocess.run([*asked, "usage", "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
+    found = subprocess.run(
+        [*asked, "usage", "--help"], capture_output=True, encoding="utf-8", timeout=60, check=True
+    ).stdout
     assert f"(default: {UP_ADDRESSES['redis_url']})" in found
 
 
@@ -302,7 +312,7 @@ def test_where_ray_is_not_installed_its_commands_end_with_a_line(command: tuple[
     ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "redis"), free_ports(3), strict=True)]
     options = [*ports, f"--logs={tmp_path}"] if command[0] == "up" else []
     result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_RAY, *command, *options], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", WITHOUT_RAY, *command, *options], capture_output=True, encoding="utf-8", timeout=60
     )
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1

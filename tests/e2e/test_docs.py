@@ -53,7 +53,7 @@ class CodeBlock:
 
 def blocks() -> Iterator[CodeBlock]:
     for page in PAGES:
-        content = page.read_text()
+        content = page.read_text(encoding="utf-8")
         for found in FENCE.finditer(content):
             line = content.count("\n", 0, found.start()) + 1
             language, _, needs = found["info"].partition(" ")
@@ -111,7 +111,7 @@ def test_commands_run(block: CodeBlock, folder: Path, cluster: RunningCluster, e
     for name in ("doctor", "keys usage"):
         text = text.replace(f"tandem {name}", f"tandem {name} --redis-url={cluster.redis_url}")
     done = subprocess.run(
-        ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+        ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, encoding="utf-8", timeout=200
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -120,7 +120,7 @@ def test_commands_run(block: CodeBlock, folder: Path, cluster: RunningCluster, e
 @pytest.mark.parametrize("block", runnable("python"), ids=lambda block: block.place)
 def test_snippets_run(block: CodeBlock, cluster: RunningCluster) -> None:
     code = here(block.text, cluster)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=90)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
@@ -137,7 +137,7 @@ def test_clusters_of_the_docs_start(line: str, folder: Path, tmp_path: Path, mon
     before, _, options = line.partition("tandem up")
     given = dict(word.split("=", 1) for word in shlex.split(before))
     (folder / ".run").mkdir(exist_ok=True)
-    (folder / ".run" / "keys.json").write_text("{}")
+    (folder / ".run" / "keys.json").write_text("{}", encoding="utf-8")
     said = options.replace("~", str(folder / "home"))
     with running_cluster(tmp_path, *shlex.split(said), env=given) as cluster:
         assert cluster.ready()

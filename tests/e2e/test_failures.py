@@ -183,4 +183,4 @@ def test_a_gateway_that_stood_still_begins_nothing_that_is_late(cluster: Running
 
 def test_logs_hold_no_traceback_of_ours(cluster: RunningCluster) -> None:
     for path in Path(cluster.logs).glob("*.log"):
-        assert "Traceback" not in path.read_text(), path
+        assert "Traceback" not in path.read_text(encoding="utf-8"), path

@@ -66,9 +66,9 @@ def write(folder: Path, name: str) -> Path:
     words.add_special_tokens(list(MARKS))
     words.save(str(folder / "tokenizer.json"))
     ends = [0, *(words.token_to_id(mark) for mark in ("<|return|>", "<|call|>"))]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": ""}))
-    (folder / "chat_template.jinja").write_text(TEMPLATES[name])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": ""}), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(TEMPLATES[name], encoding="utf-8")
     return folder
 
 

@@ -42,7 +42,7 @@ def cluster_on_a_full_disk(logs: Path) -> Iterator[RunningCluster]:
         (logs / f"{service}.log").symlink_to("/dev/full")
     with Path("/dev/full").open("wb") as full:
         process = subprocess.Popen(
-            dying_with_parent(sys.executable, "-c", UP, "up", *options), stdout=full, stderr=full, text=True
+            dying_with_parent(sys.executable, "-c", UP, "up", *options), stdout=full, stderr=full, encoding="utf-8"
         )
     try:
         yield RunningCluster(

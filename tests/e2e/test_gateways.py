@@ -97,7 +97,7 @@ async def test_grpc_is_served_by_all_processes(fleet: GatewayFleet) -> None:
 
 
 def test_the_status_block_names_all(fleet: GatewayFleet) -> None:
-    said = (fleet.cluster.logs.parent / "up.log").read_text()
+    said = (fleet.cluster.logs.parent / "up.log").read_text(encoding="utf-8")
     assert f"{fleet.cluster.http}/v1  (2 processes)" in said
     assert "at once      512 answers, " in said
     assert all(f"{address}/metrics" in said for address in fleet.own)

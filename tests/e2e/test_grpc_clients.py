@@ -24,8 +24,8 @@ MAKE_S = 600.0
 
 def run(command: list[object], **others: object) -> str:
     done = subprocess.run(
-        [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        **{"timeout": BOUND_S} | others,
+        [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8",
+        check=False, **{"timeout": BOUND_S} | others,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -70,7 +70,10 @@ def test_the_wheel_needs_grpcio_and_protobuf_alone(shm_cluster: RunningCluster, 
 
 @pytest.mark.long
 def test_the_wheel_has_tandems_version() -> None:
-    assert tomllib.loads((CLIENT / "pyproject.toml").read_text())["project"]["version"] == tandem.__version__
+    assert (
+        tomllib.loads((CLIENT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+        == tandem.__version__
+    )
 
 
 @pytest.mark.long

@@ -75,7 +75,9 @@ async def test_a_worker_stuck_in_a_step_ends_by_its_watchdog_and_loses_nothing(
     assert answers.migrated
     log = fleet.logs / "stuck-0.log"
     eventually(
-        lambda: "max_step_s: an engine step is not over after" in log.read_text(), BOUND_S, "it says why it ended"
+        lambda: "max_step_s: an engine step is not over after" in log.read_text(encoding="utf-8"),
+        BOUND_S,
+        "it says why it ended",
     )
 
 
@@ -139,7 +141,7 @@ async def known_as_stuck(cluster: RunningCluster) -> None:
 def lost_streams(cluster: RunningCluster, since: float) -> list[float]:
     """When the gateway has lost streams to prefill workers."""
     (log,) = cluster.logs.glob("gateway*.log")
-    lines = [json.loads(line) for line in log.read_text().splitlines() if '"stream ended"' in line]
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines() if '"stream ended"' in line]
     ended = [datetime.fromisoformat(line["timestamp"]).timestamp() for line in lines if line["worker"].startswith("p")]
     return [moment for moment in ended if moment >= since]
 

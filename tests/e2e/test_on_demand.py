@@ -137,7 +137,9 @@ def test_the_death_of_the_gateway_that_asked_leaves_nobody_waiting(cluster: Runn
 def test_a_start_that_fails_is_told_and_not_tried_hotly(tmp_path: Path, config_only: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
-    (broken / "config.json").write_text((config_only / "config.json").read_text().replace('"llama"', '"no_such"'))
+    (broken / "config.json").write_text(
+        (config_only / "config.json").read_text(encoding="utf-8").replace('"llama"', '"no_such"'), encoding="utf-8"
+    )
     options = [f"--model={PINNED}={config_only}", f"--model=broken={broken}", "--idle-stop=broken", "--prefill=0"]
     with running_cluster(tmp_path, *options, "--engine=null") as cluster:
         began = time.monotonic()
@@ -147,6 +149,6 @@ def test_a_start_that_fails_is_told_and_not_tried_hotly(tmp_path: Path, config_o
             assert (one.status_code, one.json()["error"]["code"]) == (503, "start_failed"), one.text
             assert "no_such" in one.json()["error"]["message"]
             assert int(one.headers["retry-after"]) >= 1
-        ends = json.dumps((tmp_path / "up.log").read_text()).count("broken-decode-0 ended with")
+        ends = json.dumps((tmp_path / "up.log").read_text(encoding="utf-8")).count("broken-decode-0 ended with")
         assert ends == 3, "one start, of three tries"
         assert ask(cluster, PINNED).status_code == 200

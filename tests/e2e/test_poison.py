@@ -38,7 +38,7 @@ def all_linked(cluster: RunningCluster) -> bool:
 
 
 def crashes(cluster: RunningCluster) -> list[str]:
-    said = (cluster.logs.parent / "up.log").read_text()
+    said = (cluster.logs.parent / "up.log").read_text(encoding="utf-8")
     return re.findall(r"(\w+-\d) ended with status (?:-11|-6|1)\b", said)
 
 

@@ -44,8 +44,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(command: list[Any], **others: Any) -> str:
     done = subprocess.run(
-        command, timeout=RUN_S, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        **others,
+        command, timeout=RUN_S, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        encoding="utf-8", **others,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:]
     return done.stdout
@@ -54,7 +54,7 @@ def run(command: list[Any], **others: Any) -> str:
 def test_nothing_is_answered_but_as_the_description_says(cluster: RunningCluster, python: Path, tmp_path: Path) -> None:
     """No 5xx, and no status, content type or method that is not in /openapi.json, whatever comes."""
     described = tmp_path / "openapi.json"
-    described.write_text(json.dumps(with_real_names(cluster)))
+    described.write_text(json.dumps(with_real_names(cluster)), encoding="utf-8")
     options = ["--max-examples=50", "--seed=1", "--generation-database=none", "--request-timeout=60", "--no-color"]
     phases = "--phases=coverage,fuzzing"
     run([python / "schemathesis", "run", described, f"--url={cluster.http}", f"--checks={','.join(CHECKS)}", phases,

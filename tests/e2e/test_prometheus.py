@@ -64,14 +64,15 @@ def prometheus(shm_cluster: RunningCluster, tmp_path_factory: pytest.TempPathFac
     found = {"url": f"{shm_cluster.http}/metrics/targets", "refresh_interval": "1s"}
     jobs = [{"job_name": "tandem", "http_sd_configs": [found]}]
     (tmp_path / "prometheus.yml").write_text(
-        json.dumps({"global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"}, "scrape_configs": jobs})
+        json.dumps({"global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"}, "scrape_configs": jobs}),
+        encoding="utf-8",
     )
     [port] = free_ports(1)
     command = dying_with_parent(
         PROMETHEUS, f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}",
         f"--web.listen-address=127.0.0.1:{port}",
     )  # fmt: skip
-    with (tmp_path / "prometheus.log").open("w") as log:
+    with (tmp_path / "prometheus.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
             eventually(lambda: is_ready(f"http://127.0.0.1:{port}"), BOUND_S, "Prometheus listens")
@@ -98,7 +99,7 @@ def own_queries() -> dict[str, list[str]]:
     """Those of each panel of deploy/helm/dashboards."""
     found: dict[str, list[str]] = {}
     for path in sorted((Path(__file__).parents[2] / "deploy" / "helm" / "dashboards").glob("*.json")):
-        page = json.loads(path.read_text())
+        page = json.loads(path.read_text(encoding="utf-8"))
         for panel in (panel for panel in page["panels"] if panel["type"] != "row"):
             asked = [target["expr"].replace("[$__rate_interval]", RANGE) for target in panel["targets"]]
             found[f"{page['title']}: {panel['title']}"] = asked

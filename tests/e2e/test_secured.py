@@ -23,7 +23,9 @@ BODY = {"model": "tandem-demo", "prompt": "import os\n" * 30, "max_tokens": 4}
 
 
 def tandem(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tandem", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "tandem", *arguments], capture_output=True, encoding="utf-8", timeout=60
+    )
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def within(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options of all that belong to the cluster."""
     folder = tmp_path_factory.mktemp("cluster")
     tls = Authority(folder / "tls").issue("cluster")
-    (folder / "secret").write_text("nobody else knows this")
+    (folder / "secret").write_text("nobody else knows this", encoding="utf-8")
     return [f"--cluster-secret={folder / 'secret'}", f"--tls-cert={tls.certificate}", f"--tls-key={tls.key}",
             f"--tls-ca={tls.ca}"]  # fmt: skip
 

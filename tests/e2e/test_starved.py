@@ -114,7 +114,9 @@ def computed(logs: Path) -> dict[str, int]:
     """Tokens that all workers have read and written, by what they say as they end."""
     total = {"prefilled": 0, "written": 0}
     for log in logs.glob("[pd]-*.log"):
-        for line in map(json.loads, filter(lambda line: '"stopped"' in line, log.read_text().splitlines())):
+        for line in map(
+            json.loads, filter(lambda line: '"stopped"' in line, log.read_text(encoding="utf-8").splitlines())
+        ):
             for kind, count in line["tokens"].items():
                 total[kind] += count
     return total

@@ -150,7 +150,7 @@ def test_a_recent_request_is_written_for_perfetto(cluster: RunningCluster, tmp_p
     request_id, out = answer.headers["x-request-id"], tmp_path / "out.json"
     command = [sys.executable, "-m", "tandem", "trace", request_id, f"--gateway-url={cluster.http}", f"--out={out}"]
     subprocess.run([*command, "--redis-url=redis://127.0.0.1:1"], check=True, timeout=60)
-    found = json.loads(out.read_text())
+    found = json.loads(out.read_text(encoding="utf-8"))
     assert found["otherData"]["missing"] == []
     processes = [e["args"]["name"].split()[0] for e in found["traceEvents"] if e["name"] == "process_name"]
     assert processes == ["tandem-gateway", "tandem-decode", "tandem-prefill"]
@@ -177,11 +177,11 @@ def test_a_worker_profiles_itself(cluster: RunningCluster, tmp_path: Path) -> No
         f"--redis-url={cluster.redis_url}",
     ]
     subprocess.run([*command, f"--out={out}"], check=True, timeout=60)
-    made = json.loads(out.read_text())
+    made = json.loads(out.read_text(encoding="utf-8"))
     assert made["name"] == "decode-0"
     assert "engine" in {profile["name"] for profile in made["profiles"]}
     wrong = subprocess.run(
-        [*command[:4], "nobody", *command[5:]], capture_output=True, text=True, timeout=60, check=False
+        [*command[:4], "nobody", *command[5:]], capture_output=True, encoding="utf-8", timeout=60, check=False
     )
     assert (wrong.returncode, "decode-0" in wrong.stderr) == (1, True)
 

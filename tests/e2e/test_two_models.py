@@ -40,8 +40,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tensor.copy_(torch.randn_like(tensor) * 0.3 + (1.0 if "norm" in name else 0.0))
     model.save_pretrained(folder)
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text("{}", encoding="utf-8")
     return folder
 
 
@@ -146,6 +146,6 @@ def wait_listed(stub: Any, name: str) -> None:
 
 def tandem(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tandem", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, input=stdin)
+    ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, input=stdin)
     assert ended.returncode == 0, json.dumps([arguments, ended.stdout, ended.stderr])
     return ended

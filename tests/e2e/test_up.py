@@ -74,7 +74,9 @@ def test_settings_without_an_option_reach_the_services_that_have_them(null_clust
 def test_a_setting_of_the_environment_that_is_wrong_is_named(variable: str, value: str, words: str) -> None:
     ports = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "redis"), free_ports(3), strict=True)]
     command = [sys.executable, "-m", "tandem", "up", "--engine=null", *ports]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {variable: value})
+    result = subprocess.run(
+        command, capture_output=True, encoding="utf-8", timeout=120, env=os.environ | {variable: value}
+    )
     assert result.returncode == 1
     assert words in result.stderr
     assert "Traceback" not in result.stderr

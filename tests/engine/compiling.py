@@ -26,6 +26,8 @@ def check_no_warning(
 
 def watched(gcc: str) -> dict[str, str]:
     """Returns the environment of a process in which libraries compiled with SANITIZE are watched."""
-    named = (subprocess.check_output([gcc, f"-print-file-name=lib{name}.so"], text=True) for name in ("asan", "ubsan"))
+    named = (
+        subprocess.check_output([gcc, f"-print-file-name=lib{name}.so"], encoding="utf-8") for name in ("asan", "ubsan")
+    )
     preloaded = " ".join(line.strip() for line in named)
     return os.environ | {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0"}

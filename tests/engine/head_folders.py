@@ -78,4 +78,4 @@ def _save(tensors: dict[str, Tensor], file: Path, said: dict[str, object], model
     else:
         torch.save(tensors, file)
     config = model.config.to_dict() | {"num_hidden_layers": 1, "dtype": "float32"} | said
-    (file.parent / "config.json").write_text(json.dumps(config, default=str))
+    (file.parent / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")

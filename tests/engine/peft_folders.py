@@ -42,13 +42,13 @@ def make_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     written = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(written | said))
+    (folder / "adapter_config.json").write_text(json.dumps(written | said), encoding="utf-8")
     return folder
 
 
 def merged(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
     """The model with W + alpha / r * B A, as PEFT's merge_and_unload makes it."""
-    said = json.loads((adapter / "adapter_config.json").read_text())
+    said = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     tensors, made = load_file(adapter / "adapter_model.safetensors"), copy.deepcopy(model)
     for name, a in tensors.items():
         if name.endswith("lora_A.weight"):

@@ -89,8 +89,10 @@ def make_checkpoint(
     for path, held in ((folder / "quantized", tensors), (folder / "opened", opened)):
         shutil.copytree(source, path)
         save_file(held, path / "model.safetensors")
-    said = json.loads((source / "config.json").read_text())
-    (folder / "quantized" / "config.json").write_text(json.dumps(said | {"quantization_config": config}))
+    said = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (folder / "quantized" / "config.json").write_text(
+        json.dumps(said | {"quantization_config": config}), encoding="utf-8"
+    )
     return folder / "quantized", folder / "opened"
 
 

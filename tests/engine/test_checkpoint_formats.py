@@ -120,7 +120,7 @@ def test_what_is_wrong_in_a_checkpoint_is_named(family: Families, tmp_path: Path
         save_file(whole | spoiled, folder / "model.safetensors")
         with pytest.raises(ValueError, match=message):
             make_engine(folder)
-    said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(said | {"quantization_config": gptq(4, 24)}))
+    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(said | {"quantization_config": gptq(4, 24)}), encoding="utf-8")
     with pytest.raises(ValueError, match="group_size: 24 does not divide 32 inputs"):
         make_engine(folder)

@@ -47,7 +47,9 @@ def test_the_cores_of_a_killed_engine_are_free(pair: tuple[Cores, Cores], tmp_pa
     a, _ = pair
     code = "import sys, pathlib, time; from tandem.engine.cores import Cores; c = Cores(1, pathlib.Path(sys.argv[1]))"
     code += "; c.work(); print('works', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, encoding="utf-8"
+    ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "works\n"
         assert a.threads() == TOTAL - 1

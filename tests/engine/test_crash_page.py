@@ -27,7 +27,7 @@ BOUND_S = 10e-6
 @pytest.fixture(scope="module")
 def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("config")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}), encoding="utf-8")
     return folder
 
 

@@ -101,7 +101,7 @@ def test_a_worker_that_is_told_nothing_takes_what_suits_its_device(demo_model: P
 @pytest.mark.parametrize("service", ["prefill", "decode"])
 def test_a_worker_ends_with_that_line(demo_model: Path, service: str) -> None:
     command = [sys.executable, "-m", f"services.{service}", "--device=cuda", f"--model-path={demo_model}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)
     assert done.returncode == 1
     assert (
         done.stderr.strip()
@@ -117,7 +117,7 @@ def test_a_worker_whose_transports_all_need_a_device_ends_with_their_reasons(dem
         pytest.skip("this machine has a GPU")
     options = ["--transports=nccl,cuda_ipc", "--engine=null", f"--model-path={demo_model}"]
     command = [sys.executable, "-m", "services.decode", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "transports: none can be used here: nccl: " in last

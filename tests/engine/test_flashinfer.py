@@ -175,7 +175,9 @@ def test_it_is_tried_with_prompts_and_decodes_before_a_request_comes(monkeypatch
 
 
 def test_the_peer_has_the_signatures() -> None:
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", REAL], capture_output=True, text=True, timeout=120)
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", REAL], capture_output=True, encoding="utf-8", timeout=120
+    )
     if "ModuleNotFoundError: No module named 'flashinfer'" in found.stderr:
         pytest.skip("needs FlashInfer: pip install 'tandem[gpu]'")
     assert found.returncode == 0, found.stderr

@@ -170,6 +170,6 @@ def test_sanitizers_find_what_is_wrong(wrong: bool, tmp_path: Path) -> None:
     for cpu in (INSTRUCTIONS, (*INSTRUCTIONS, *WIDER)):
         library_path(tmp_path, SANITIZE, cpu={*cpu})  # here, where the compiler itself is not watched
     command = [sys.executable, "-c", SANITIZED, str(tmp_path), *["wrong"] * wrong]
-    done = subprocess.run(command, env=watched(gcc), capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=watched(gcc), capture_output=True, encoding="utf-8", timeout=280)
     assert ("AddressSanitizer: " in done.stderr) == wrong, done.stderr[-4000:]
     assert bool(done.returncode) == wrong, done.stderr[-4000:]

@@ -68,8 +68,8 @@ def test_an_engine_says_what_the_opened_checkpoint_says(
     for path, tensors in ((tmp_path / "held", held), (tmp_path / "opened", opened)):
         shutil.copytree(source, path)
         save_file(tensors, path / "model.safetensors")
-    said = json.loads((source / "config.json").read_text())
-    (tmp_path / "held" / "config.json").write_text(json.dumps(said | {"quantization_config": config}))
+    said = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "held" / "config.json").write_text(json.dumps(said | {"quantization_config": config}), encoding="utf-8")
     engines = [make_engine(tmp_path / name) for name in ("held", "opened")]
     assert len({tuple(generate(engine, prompt_of(20), greedy(12))) for engine in engines}) == 1
 

@@ -81,7 +81,7 @@ def test_parts_of_several_kinds_become_one(tmp_path: Path) -> None:
     make_file(tmp_path / "4.gguf", "qwen2", "Q4_K")
     make_file(tmp_path / "6.gguf", "qwen2", "Q6_K")
     four, six = (folder_of(tmp_path / f"{bits}.gguf", tmp_path / "cache") for bits in "46")
-    entries, others = (json.loads((folder / "tensors.json").read_text()) for folder in (four, six))
+    entries, others = (json.loads((folder / "tensors.json").read_text(encoding="utf-8")) for folder in (four, six))
     joined = (four / "model.gguf").read_bytes()
     for name in ("blk.0.attn_v.weight", "blk.1.ffn_up.weight"):
         entry = others[name]
@@ -92,7 +92,7 @@ def test_parts_of_several_kinds_become_one(tmp_path: Path) -> None:
     shutil.copytree(four, mixed, symlinks=True)
     (mixed / "model.gguf").unlink()
     (mixed / "model.gguf").write_bytes(joined)
-    (mixed / "tensors.json").write_text(json.dumps(entries))
+    (mixed / "tensors.json").write_text(json.dumps(entries), encoding="utf-8")
     config = read_model_config(mixed)
     kept, opened = Decoder(config, torch.float32), Decoder(config, torch.float32)
     load_weights(kept, mixed, keep_codes=True)
@@ -113,10 +113,10 @@ def test_words_and_template_come_from_its_metadata(tmp_path: Path) -> None:
     assert tokenizer.encode("hello<|end|>").tokens == ["<|begin|>", "hello", "<|end|>"]
     text = "Grüße, hello  12 \n\n it's"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    said = json.loads((folder / "tokenizer_config.json").read_text())
+    said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert said["bos_token"] == "<|begin|>"
     assert "m.role" in said["chat_template"]
-    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [1], **USUAL}
+    assert json.loads((folder / "generation_config.json").read_text(encoding="utf-8")) == {"eos_token_id": [1], **USUAL}
     assert folder_of(tmp_path / "m.gguf", tmp_path / "cache") == folder
 
 
@@ -130,9 +130,9 @@ def test_a_template_for_tools_comes_from_its_metadata_too(tmp_path: Path) -> Non
 def test_a_file_or_what_lies_beside_it_says_how_to_sample(tmp_path: Path) -> None:
     file, beside = tmp_path / "m.gguf", tmp_path / "generation_config.json"
     make_file(file, "llama", "F32", {"general.sampling.temp": 0.5, "general.sampling.top_k": 20})
-    said = [json.loads((folder_of(file, tmp_path / "cache") / beside.name).read_text())]
-    beside.write_text('{"temperature": 0.25, "max_new_tokens": 9, "do_sample": true}')
-    said.append(json.loads((folder_of(file, tmp_path / "cache") / beside.name).read_text()))
+    said = [json.loads((folder_of(file, tmp_path / "cache") / beside.name).read_text(encoding="utf-8"))]
+    beside.write_text('{"temperature": 0.25, "max_new_tokens": 9, "do_sample": true}', encoding="utf-8")
+    said.append(json.loads((folder_of(file, tmp_path / "cache") / beside.name).read_text(encoding="utf-8")))
     assert said[0] == {"eos_token_id": [1], **USUAL, "temperature": 0.5, "top_k": 20}
     assert said[1] == said[0] | {"temperature": 0.25, "max_new_tokens": 9}
     (tmp_path / "bytes").mkdir()
@@ -140,8 +140,8 @@ def test_a_file_or_what_lies_beside_it_says_how_to_sample(tmp_path: Path) -> Non
     file.symlink_to(tmp_path / "bytes" / "0f0f")  # as a hub's cache has it
     linked = folder_of(file, tmp_path / "cache")
     assert linked.name == "m"
-    assert json.loads((linked / beside.name).read_text()) == said[1]
-    beside.write_text('{"temperature": "hot"}')
+    assert json.loads((linked / beside.name).read_text(encoding="utf-8")) == said[1]
+    beside.write_text('{"temperature": "hot"}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"generation_config\.json: temperature: "):
         folder_of(file, tmp_path / "cache")
 
@@ -149,9 +149,13 @@ def test_a_file_or_what_lies_beside_it_says_how_to_sample(tmp_path: Path) -> Non
 def test_what_lies_beside_it_names_its_format_of_calls_and_nothing_else(tmp_path: Path) -> None:
     make_file(tmp_path / "m.gguf", "llama", "F32", {})
     without = folder_of(tmp_path / "m.gguf", tmp_path / "cache")
-    (tmp_path / "tokenizer_config.json").write_text('{"tool_parser": "hermes", "chat_template": "another"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tool_parser": "hermes", "chat_template": "another"}', encoding="utf-8"
+    )
     folder = folder_of(tmp_path / "m.gguf", tmp_path / "cache")
-    said, before = (json.loads((one / "tokenizer_config.json").read_text()) for one in (folder, without))
+    said, before = (
+        json.loads((one / "tokenizer_config.json").read_text(encoding="utf-8")) for one in (folder, without)
+    )
     assert said == {**before, "tool_parser": "hermes"}
 
 

@@ -226,7 +226,7 @@ def test_wrong_tensors_are_refused_by_name(
 ) -> None:
     folder = made("eagle3")[0]
     save_file(spoil(load_file(folder / "model.safetensors")), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(ValueError, match=f"^speculative_model: .*{message}"):
         with_heads(llama, tmp_path, "eagle3")
 
@@ -236,9 +236,9 @@ def test_wrong_files_are_refused_by_name(llama: Path, made: Callable[[str], tupl
     with pytest.raises(ValueError, match=r"speculative.method: 'medusa' is not one of none, ngram, eagle3"):
         with_heads(llama, folder, "medusa")
     save_file(load_file(folder / "model.safetensors"), tmp_path / "model.safetensors")
-    said = json.loads((folder / "config.json").read_text())
+    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for field, value in (("eagle_aux_hidden_state_layer_ids", [0, 1, 3]), ("eagle_config", {"any": 1})):
-        (tmp_path / "config.json").write_text(json.dumps(said | {field: value}))
+        (tmp_path / "config.json").write_text(json.dumps(said | {field: value}), encoding="utf-8")
         with pytest.raises(ValueError, match=field):
             with_heads(llama, tmp_path, "eagle3")
     (tmp_path / "model.safetensors").unlink()

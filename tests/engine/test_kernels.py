@@ -394,7 +394,7 @@ def sanitizers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path]
 
     def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", SANITIZED + code, str(cache), str(folder), *SANITIZE]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+        return subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=280)
 
     return run
 

@@ -121,8 +121,8 @@ def test_kernels_compute_what_torch_does(library: ctypes.CDLL, tmp_path: Path) -
 
 def _edit(**said: Any) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
-        config = json.loads((folder / "adapter_config.json").read_text())
-        (folder / "adapter_config.json").write_text(json.dumps(config | said))
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        (folder / "adapter_config.json").write_text(json.dumps(config | said), encoding="utf-8")
 
     return edit
 
@@ -153,7 +153,10 @@ BAD: list[tuple[Callable[[Path], None], str]] = [
     (_tensors(lambda t: t.update(lm_head=t[A].clone())), "tensor lm_head belongs to no linear layer"),
     (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors: No such file"),
     (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 99), "adapter_model.safetensors: "),
-    (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json: Expecting"),
+    (
+        lambda folder: (folder / "adapter_config.json").write_text("{", encoding="utf-8"),
+        "adapter_config.json: Expecting",
+    ),
 ]
 
 

@@ -83,9 +83,9 @@ def test_shards_equal_one_file(family: Families, tmp_path: Path) -> None:
 def edited(source: Path, target: Path, **changes: object) -> Path:
     """A copy of a model folder with a changed config; None removes a field."""
     shutil.copytree(source, target, dirs_exist_ok=True)
-    config = json.loads((target / "config.json").read_text()) | changes
+    config = json.loads((target / "config.json").read_text(encoding="utf-8")) | changes
     kept = {key: value for key, value in config.items() if value is not None}
-    (target / "config.json").write_text(json.dumps(kept))
+    (target / "config.json").write_text(json.dumps(kept), encoding="utf-8")
     return target
 
 
@@ -109,7 +109,7 @@ def test_a_stretched_context_is_longer(family: Families) -> None:
 
 def test_end_of_text_ids_come_from_the_generation_config_first(llama: Path, tmp_path: Path) -> None:
     edited(llama, tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}', encoding="utf-8")
     assert read_model_config(tmp_path).eos_token_ids == {5, 6}
     (tmp_path / "generation_config.json").unlink()
     assert read_model_config(tmp_path).eos_token_ids == {1}
@@ -211,7 +211,7 @@ def test_revision_follows_the_weights(llama: Path, tmp_path: Path) -> None:
 
 def test_every_byte_of_the_weights_is_in_their_revision(tmp_path: Path) -> None:
     """Uses a file of which 1,024 pages would be one byte in four."""
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(16 * 2**20))
     seen = {weights_revision(tmp_path, shard_paths(tmp_path))}
@@ -229,7 +229,7 @@ def test_bytes_that_move_to_another_file_are_another_revision(tmp_path: Path) ->
             (tmp_path / f"{number}.safetensors").write_bytes(part)
         return weights_revision(tmp_path, [tmp_path / f"{number}.safetensors" for number in range(len(parts))])
 
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert len({revision(b"ab", b"c"), revision(b"a", b"bc"), revision(b"abc"), revision(b"abc", b"")}) == 4
 
 

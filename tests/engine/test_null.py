@@ -24,7 +24,7 @@ SEEDED = SamplingParams(max_tokens=10, temperature=1.0, seed=11)
 def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder without weights."""
     folder = tmp_path_factory.mktemp("config")
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}), encoding="utf-8")
     return folder
 
 

@@ -53,7 +53,9 @@ class PaceTrial:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("config")
-    (made / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, "max_position_embeddings": 1024}))
+    (made / "config.json").write_text(
+        json.dumps({"model_type": "llama", **SIZES, "max_position_embeddings": 1024}), encoding="utf-8"
+    )
     return made
 
 

@@ -27,10 +27,12 @@ def written(folder: Path, kind: str, normalizes: bool) -> None:
         {"idx": i, "name": str(i), "path": f"{i}_{name}" if i else "", "type": f"sentence_transformers.models.{name}"}
         for i, name in enumerate(types)
     ]
-    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
     (folder / "1_Pooling").mkdir(exist_ok=True)
     said = {f"pooling_mode_{mode}": mode == MODES[kind] for mode in (*MODES.values(), "max_tokens")}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **said}))
+    (folder / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 32, **said}), encoding="utf-8"
+    )
 
 
 def expected(model: PreTrainedModel, prompt: list[int], kind: str, normalizes: bool, dimensions: int) -> torch.Tensor:
@@ -109,9 +111,13 @@ def test_a_folder_that_says_nothing_has_the_last_state(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_known_is_named(tmp_path: Path, modules: Any, pooling: Any) -> None:
-    (tmp_path / "modules.json").write_text(modules if isinstance(modules, str) else json.dumps(modules))
+    (tmp_path / "modules.json").write_text(
+        modules if isinstance(modules, str) else json.dumps(modules), encoding="utf-8"
+    )
     (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling if pooling is not None else {}))
+    (tmp_path / "1_Pooling" / "config.json").write_text(
+        json.dumps(pooling if pooling is not None else {}), encoding="utf-8"
+    )
     with pytest.raises(ValueError, match=r"modules\.json|config\.json"):
         read_pooling(tmp_path)
 
@@ -119,5 +125,5 @@ def test_what_is_not_known_is_named(tmp_path: Path, modules: Any, pooling: Any) 
 @pytest.mark.parametrize(("said", "kind"), [("mean", "mean"), ("cls", "cls"), ("lasttoken", "last")])
 def test_the_mode_may_be_one_word(tmp_path: Path, said: str, kind: str) -> None:
     written(tmp_path, "last", normalizes=False)
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": said}))
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": said}), encoding="utf-8")
     assert read_pooling(tmp_path) == PoolingRule(kind, normalizes=False)

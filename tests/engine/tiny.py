@@ -227,11 +227,11 @@ def assert_idle(engine: Engine) -> None:
 
 def can_compile() -> bool:
     """Asked of the machine, not of the code under test."""
-    return "avx512_bf16" in Path("/proc/cpuinfo").read_text() and bool(native.compilers())
+    return "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8") and bool(native.compilers())
 
 
 def can_amx() -> bool:
     """Asked of the machine: its CPU has AMX, and Linux lends this process the tiles (arch_prctl)."""
     system_call, ask_for_state, tiles = 158, 0x1023, 18
-    has = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    has = "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     return has and ctypes.CDLL(None).syscall(system_call, ask_for_state, tiles) == 0

@@ -150,11 +150,11 @@ async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
 
 def with_permuted_vocabulary(folder: Path, to: Path) -> Path:
     shutil.copytree(folder, to)
-    said = json.loads((to / "tokenizer.json").read_text())
+    said = json.loads((to / "tokenizer.json").read_text(encoding="utf-8"))
     words = said["model"]["vocab"]
     first, second = list(words)[40:42]
     words[first], words[second] = words[second], words[first]
-    (to / "tokenizer.json").write_text(json.dumps(said))
+    (to / "tokenizer.json").write_text(json.dumps(said), encoding="utf-8")
     return to
 
 
@@ -162,7 +162,9 @@ def with_permuted_vocabulary(folder: Path, to: Path) -> Path:
 async def others(settings: GatewaySettings, gateway: Gateway, tmp_path: Path) -> AsyncIterator[Peers]:
     """Workers of another model in the same namespace: other tokens, another template, a shorter context."""
     folder = with_permuted_vocabulary(folder_of(CONTEXT), tmp_path / "other")
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}other:{{ m['content'] }}{% endfor %}")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}other:{{ m['content'] }}{% endfor %}", encoding="utf-8"
+    )
     tokenizer = Tokenizer.load(folder)
     registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
     words = list(await tokenizer.encode(TEXT, add_special_tokens=False))

@@ -15,7 +15,7 @@ SAID = frozenset({"text", "description", "output"})
 
 
 def codex_bodies() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(CODEX.read_text())
+    found: list[dict[str, Any]] = json.loads(CODEX.read_text(encoding="utf-8"))
     return found
 
 

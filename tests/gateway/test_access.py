@@ -69,7 +69,7 @@ async def guarded(
     ring: KeyRing, settings: GatewaySettings, peers: Peers
 ) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
     """A gateway that asks for keys; nobody has one yet."""
-    ring.file.write_text("{}")
+    ring.file.write_text("{}", encoding="utf-8")
     async with make_gateway(settings.model_copy(update={"api_keys": ring.file})) as gateway:
         await eventually(lambda: gateway.front.readiness()[0])
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http:
@@ -194,9 +194,9 @@ async def test_a_file_that_turns_bad_changes_nothing(guarded: tuple[Gateway, htt
         return (await complete(http, key)).status_code == 200
 
     await eventually(known)
-    good = ring.file.read_text()
+    good = ring.file.read_text(encoding="utf-8")
     for bad in ("{", json.dumps({**json.loads(good), "keyz": []}), good.replace('"acme"', '"acme", "tier": "gold"')):
-        ring.file.write_text(bad)
+        ring.file.write_text(bad, encoding="utf-8")
         with pytest.raises(ValueError, match=r"keys\.json"):
             read_keys(ring.file)
         await gateway.front.access._follow(ring.file)
@@ -214,9 +214,9 @@ async def test_a_revocation_counts_whatever_the_stamp_of_the_file_says(
         return (await complete(http, key)).status_code == wanted
 
     await eventually(partial(status, 200))
-    before, content = os.stat(ring.file), ring.file.read_text()
+    before, content = os.stat(ring.file), ring.file.read_text(encoding="utf-8")
     digest = read_keys(ring.file).keys[0].sha256
-    ring.file.write_text(content.replace(digest, "0" * 64))
+    ring.file.write_text(content.replace(digest, "0" * 64), encoding="utf-8")
     os.utime(ring.file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert os.stat(ring.file).st_mtime_ns == before.st_mtime_ns
     await eventually(partial(status, 401))
@@ -224,7 +224,7 @@ async def test_a_revocation_counts_whatever_the_stamp_of_the_file_says(
 
 async def test_a_revocation_counts_once_the_file_can_be_read_again(ring: KeyRing) -> None:
     """A process may have no file descriptor left just then."""
-    ring.file.write_text("{}")
+    ring.file.write_text("{}", encoding="utf-8")
     key = ring.add("acme")
     access = Access(ring.file, share_prefixes=False)
     following = asyncio.create_task(access.run())
@@ -248,7 +248,7 @@ async def test_a_revocation_counts_once_the_file_can_be_read_again(ring: KeyRing
 
 def test_the_file_holds_no_secret_and_is_its_owners(ring: KeyRing) -> None:
     secret = ring.add("acme")["authorization"].split("-", 2)[2]  # which may have a "-" itself
-    assert secret not in ring.file.read_text()
+    assert secret not in ring.file.read_text(encoding="utf-8")
     assert os.stat(ring.file).st_mode & 0o077 == 0
     assert [key.tenant for key in read_keys(ring.file).keys] == ["acme"]
 
@@ -262,22 +262,24 @@ def test_the_file_holds_no_secret_and_is_its_owners(ring: KeyRing) -> None:
     ],
 )
 def test_the_command_says_what_is_wrong(ring: KeyRing, options: tuple[str, ...], wrong: str) -> None:
-    ring.file.write_text("{}")
+    ring.file.write_text("{}", encoding="utf-8")
     with pytest.raises(SystemExit, match=wrong):
         keys_command([*options, f"--file={ring.file}"])
 
 
 @pytest.mark.parametrize("command", [["-m", "services.gateway"], ["-m", "tandem", "up"]])
 def test_nothing_listens_beyond_loopback_without_keys(command: list[str]) -> None:
-    ended = subprocess.run([sys.executable, *command, "--host=0.0.0.0"], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, *command, "--host=0.0.0.0"], capture_output=True, encoding="utf-8", timeout=60
+    )
     assert ended.returncode in (1, 2)
     assert "0.0.0.0 can be reached by others: give --api-keys, or --insecure" in ended.stderr
 
 
 def tiered(ring: KeyRing, **limits: float) -> None:
     """From now on these are the limits of the tier of every key."""
-    keys = json.loads(ring.file.read_text())
-    ring.file.write_text(json.dumps({**keys, "tiers": {"default": limits}}))
+    keys = json.loads(ring.file.read_text(encoding="utf-8"))
+    ring.file.write_text(json.dumps({**keys, "tiers": {"default": limits}}), encoding="utf-8")
 
 
 @pytest.fixture
@@ -368,7 +370,7 @@ async def test_tokens_not_written_are_the_tenants_again(
     ended = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-m", "tandem", "keys", "usage", f"--file={gateway.settings.api_keys}", *where],
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, encoding="utf-8", timeout=60,
     )  # fmt: skip
     assert ended.stdout.splitlines()[1].split() == ["acme", "2", "20", "6", str(2 * written), f"{usage.cost:.4f}"]
     too_large = await complete(http, key, prompt=[5] * 10, max_tokens=245)

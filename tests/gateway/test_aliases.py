@@ -282,7 +282,7 @@ async def guarded(settings: GatewaySettings, peers: Peers, tmp_path: Path) -> As
     """A gateway whose one key may use the alias and nothing else."""
     secret = "5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8"  # sha256 of "password"
     key = {"id": "0" * 8, "sha256": secret, "tenant": "acme", "models": [FAST]}
-    (tmp_path / "keys.json").write_text(json.dumps({"keys": [key]}))
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [key]}), encoding="utf-8")
     async with make_gateway(settings.model_copy(update={"api_keys": tmp_path / "keys.json"})) as gateway:
         await eventually(lambda: gateway.front.readiness()[0])
         headers = {"authorization": "Bearer tk-00000000-password"}

@@ -50,7 +50,7 @@ async def test_the_page_loads_nothing_from_elsewhere(http: httpx.AsyncClient) ->
 
 @pytest.mark.parametrize("name", STATIC)
 def test_files_name_no_host_but_in_comments(name: str) -> None:
-    text = (Path(str(FOLDER)) / name).read_text()
+    text = (Path(str(FOLDER)) / name).read_text(encoding="utf-8")
     code = re.sub(r"/\*.*?\*/|^\s*//.*$", "", text, flags=re.DOTALL | re.MULTILINE)
     hosts = set(re.findall(r"https?://([\w.-]+)", code)) - {"www.w3.org"}  # names of XML's kinds
     assert "LICENSE" in name or not hosts
@@ -58,7 +58,7 @@ def test_files_name_no_host_but_in_comments(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in STATIC if "vendor" not in name])
 def test_links_are_relative_so_that_they_hold_behind_a_proxy_s_path(name: str) -> None:
-    assert not re.search(r'["`(=]/(v1|console|debug)', (Path(str(FOLDER)) / name).read_text())
+    assert not re.search(r'["`(=]/(v1|console|debug)', (Path(str(FOLDER)) / name).read_text(encoding="utf-8"))
 
 
 async def test_scripts_come_as_scripts(http: httpx.AsyncClient) -> None:

@@ -263,7 +263,7 @@ async def test_a_prompt_of_several_answers_is_prefilled_once(http: httpx.AsyncCl
 
 
 def test_the_documents_name_every_field() -> None:
-    said = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    said = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
     taken, _, refused = said.partition("Refused with 400")
     bodies = schema.with_sampling(schema.ChatBody), schema.with_sampling(schema.CompletionBody)
     fields = {name for body in bodies for name in body.model_fields}

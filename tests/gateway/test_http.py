@@ -165,7 +165,9 @@ async def test_max_tokens_defaults_to_the_room_that_is_left(http: httpx.AsyncCli
 
 async def test_a_model_may_say_how_long_an_answer_is_that_nobody_bounds(model_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 32, "top_p": 0.5, "do_sample": true}')
+    (tmp_path / "generation_config.json").write_text(
+        '{"max_new_tokens": 32, "top_p": 0.5, "do_sample": true}', encoding="utf-8"
+    )
     model = ServedModel.load(tmp_path, MODEL, 0)
     assert model.defaults == {"max_tokens": 32, "top_p": 0.5}
     assert (await read_sampling({}, model, 320)).max_tokens == 32
@@ -187,9 +189,9 @@ def test_a_model_may_name_how_it_calls_tools(
 ) -> None:
     """Its template goes before, and what the operator says before both."""
     shutil.copytree(model_folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "chat_template.jinja").write_text(template)
-    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**said, "tool_parser": "hermes"}))
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    said = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**said, "tool_parser": "hermes"}), encoding="utf-8")
     assert ServedModel.load(tmp_path, MODEL, 0, given).calls is FORMATS.get(calls or "")
 
 

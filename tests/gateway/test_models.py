@@ -202,12 +202,12 @@ async def test_a_model_without_a_tokenizer_is_served_to_nobody_and_ready_says_wh
 async def test_a_model_whose_files_are_malformed_is_told_and_tried_again(
     gateway: Gateway, http: httpx.AsyncClient, others: Peers, tmp_path: Path
 ) -> None:
-    (tmp_path / "other" / "tokenizer_config.json").write_text("[]")
+    (tmp_path / "other" / "tokenizer_config.json").write_text("[]", encoding="utf-8")
     others.model = "broken"
     await others.add_decode("broken-d")
     await eventually(lambda: any("model broken" in why for why in gateway.front.problems.values()))
     assert "tokenizer_config.json" in (await http.get("/health/ready")).text
-    (tmp_path / "other" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "other" / "tokenizer_config.json").write_text("{}", encoding="utf-8")
     await leave(others, "broken-d")
     await others.add_decode("mended-d")
     await joined(gateway, "broken")

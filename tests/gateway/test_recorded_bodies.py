@@ -40,7 +40,7 @@ async def test_anthropics_tool_runner(
     """As anthropic 2.12 sends it: at first it asks for a thread, which is not kept here."""
     seen = says("Done.")
     template(gateway, TEMPLATE)
-    first, *others = json.loads((RECORDED / "anthropic_tool_runner.json").read_text())
+    first, *others = json.loads((RECORDED / "anthropic_tool_runner.json").read_text(encoding="utf-8"))
     answer = await http.post("/v1/messages?beta=true", json=first | {"model": MODEL})
     assert (answer.status_code, answer.json()["error"]["details"]["error_code"]) == (400, "thread_unsupported_request")
     for body in others:

@@ -33,7 +33,7 @@ def logs() -> Iterator[list[Any]]:
 @pytest.fixture
 async def following(settings: GatewaySettings, peers: Peers, tmp_path: Path) -> AsyncIterator[tuple[Gateway, Path]]:
     file = tmp_path / "settings.json"
-    file.write_text('{"max_queued": 100}')
+    file.write_text('{"max_queued": 100}', encoding="utf-8")
     async with make_gateway(settings.model_copy(update={"followed": file})) as gateway:
         await eventually(lambda: gateway.front.readiness()[0])
         yield gateway, file
@@ -52,7 +52,9 @@ async def test_the_file_is_followed_and_a_bad_one_changes_nothing(
 ) -> None:
     gateway, file = following
     assert gateway.front.settings.max_queued == 100
-    file.write_text(json.dumps({"classes": {"batch": {"weight": 7, "ttft_s": 9}}, "tenant_weights": {"acme": 3}}))
+    file.write_text(
+        json.dumps({"classes": {"batch": {"weight": 7, "ttft_s": 9}}, "tenant_weights": {"acme": 3}}), encoding="utf-8"
+    )
     await eventually(lambda: gateway.front.settings.max_queued == 1024)
     assert gateway.front.settings.classes["batch"].ttft_s == 9
     weights = gateway.front.llm_of(None).admission._queue.weights
@@ -61,7 +63,7 @@ async def test_the_file_is_followed_and_a_bad_one_changes_nothing(
     assert change["by"] == str(file)
     assert change["changes"]["max_queued"] == [100, 1024]
     for bad in ("{", "[]", '{"max_queued": 0}', '{"http_port": 1}'):
-        file.write_text(bad)
+        file.write_text(bad, encoding="utf-8")
         num = len(logs)
         await eventually(lambda num=num: any("cannot be read" in line["event"] for line in logs[num:]))
     assert gateway.front.settings.tenant_weights == {"acme": 3}

@@ -33,9 +33,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rewritten(folder: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> str:
-    said = json.loads((folder / "tokenizer.json").read_text())
+    said = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     change(said)
-    (to / "tokenizer.json").write_text(json.dumps(said))
+    (to / "tokenizer.json").write_text(json.dumps(said), encoding="utf-8")
     return str(to / "tokenizer.json")
 
 

@@ -37,10 +37,16 @@ def byte_level_tokenizer() -> Tokenizer:
 
 def write_model(folder: Path, context: int = 512) -> Path:
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": EOS}}))
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context, "eos_token_id": 0}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0], "temperature": 0.6, "top_k": 20}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": {"content": EOS}}), encoding="utf-8"
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"max_position_embeddings": context, "eos_token_id": 0}), encoding="utf-8"
+    )
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [0], "temperature": 0.6, "top_k": 20}), encoding="utf-8"
+    )
     return folder
 
 

@@ -19,7 +19,7 @@ SETS = {path.stem: path for path in sorted((CHART / "ci").glob("*.yaml"))}
 
 
 def values_of(name: str) -> Values:
-    return yaml.safe_load(SETS[name].read_text()) or {}
+    return yaml.safe_load(SETS[name].read_text(encoding="utf-8")) or {}
 
 
 @cache

@@ -131,7 +131,7 @@ class Pod:
 
     @property
     def log(self) -> str:
-        return (self.folder / "log").read_text()
+        return (self.folder / "log").read_text(encoding="utf-8")
 
     @property
     def folder(self) -> Path:
@@ -174,7 +174,7 @@ class Pod:
         return subprocess.run(
             self._command(command, container or self.container),
             env=self._environment(container) if container else self.environment,
-            cwd=self.code, timeout=timeout, check=False, capture_output=True, text=True,
+            cwd=self.code, timeout=timeout, check=False, capture_output=True, encoding="utf-8",
         )  # fmt: skip
 
     def terminate(self) -> tuple[float, float]:
@@ -240,7 +240,7 @@ class Pod:
     def _write(self, folder: Path, files: Mapping[str, str]) -> None:
         for name, text in files.items():
             text = re.sub(r"(?m)^bind .*$", f"bind {self.ip}", text)
-            (folder / name).write_text(self._placed(text))
+            (folder / name).write_text(self._placed(text), encoding="utf-8")
 
     def _placed(self, text: str) -> str:
         """Paths of the container as paths here."""

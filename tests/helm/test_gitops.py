@@ -77,7 +77,7 @@ def test_a_doubled_entry_would_be_seen() -> None:
 
 
 def test_artifact_hub_learns_what_it_shows() -> None:
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     said = chart["annotations"]
     assert said["artifacthub.io/license"] == "Apache-2.0"
     assert [change["kind"] for change in yaml.safe_load(said["artifacthub.io/changes"])]
@@ -91,7 +91,7 @@ OTHERS = ("env", "peers", "resources", "claims", "fallback", "ref", "classes", "
 
 
 def test_the_schema_describes_each_part_of_the_values() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     assert [".".join(path) for path in undescribed(schema) if not {*path} & {*OTHERS}] == []
     assert schema["properties"]["gateway"]["properties"]["replicas"]["description"] == "Pods, where nothing scales them"
     assert schema["$defs"]["workerSettings"]["properties"]["kv_disk"]["description"].startswith("disk for KV blocks")

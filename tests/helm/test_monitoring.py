@@ -19,7 +19,9 @@ from tests.helm.chart import of_kind, rendered
 ROOT = Path(__file__).parents[2]
 CHART, CASES = ROOT / "deploy" / "helm", Path(__file__).with_name("rules_test.yaml")
 RULES: list[dict[str, Any]] = [
-    rule for group in yaml.safe_load((CHART / "rules.yaml").read_text())["groups"] for rule in group["rules"]
+    rule
+    for group in yaml.safe_load((CHART / "rules.yaml").read_text(encoding="utf-8"))["groups"]
+    for rule in group["rules"]
 ]
 ALERTS = {rule["alert"]: rule for rule in RULES if "alert" in rule}
 PROMTOOL = shutil.which("promtool") or ""
@@ -27,7 +29,7 @@ needs_promtool = pytest.mark.skipif(not PROMTOOL, reason="no promtool on the PAT
 
 
 def test_dashboards_are_as_the_code_says() -> None:
-    stale = [path.name for path, text in dashboards.documents().items() if path.read_text() != text]
+    stale = [path.name for path, text in dashboards.documents().items() if path.read_text(encoding="utf-8") != text]
     assert stale == [], "run `make docs`"
 
 
@@ -35,14 +37,20 @@ def test_dashboards_are_as_the_code_says() -> None:
 @pytest.mark.parametrize("command", [("check", CHART / "rules.yaml"), ("test", CASES)], ids=["check", "test"])
 def test_prometheus_takes_the_rules_and_they_say_what_they_should(command: tuple[str, Path]) -> None:
     verb, path = command
-    done = subprocess.run([PROMTOOL, verb, "rules", path], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [PROMTOOL, verb, "rules", path], capture_output=True, encoding="utf-8", timeout=60, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_each_alert_has_a_page_and_is_seen_to_fire_and_not_to() -> None:
-    cases = [case for test in yaml.safe_load(CASES.read_text())["tests"] for case in test.get("alert_rule_test", ())]
+    cases = [
+        case
+        for test in yaml.safe_load(CASES.read_text(encoding="utf-8"))["tests"]
+        for case in test.get("alert_rule_test", ())
+    ]
     for name, rule in ALERTS.items():
-        assert f"({name})" in (ROOT / rule["annotations"]["runbook"]).read_text().splitlines()[0]
+        assert f"({name})" in (ROOT / rule["annotations"]["runbook"]).read_text(encoding="utf-8").splitlines()[0]
         assert {bool(case.get("exp_alerts")) for case in cases if case["alertname"] == name} == {True, False}, name
     pages = {path.name for path in (ROOT / "docs" / "runbooks").glob("*.md")}
     assert pages == {Path(rule["annotations"]["runbook"]).name for rule in ALERTS.values()}
@@ -72,7 +80,7 @@ def test_what_is_asked_is_in_the_catalogue() -> None:
 
 def test_panels_that_pages_name_are_there() -> None:
     titles = {chart.title for chart in charts()}
-    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     named = set(re.findall(r"\b[SW] \*([^*]+)\*", text))
     assert len(named) > 12
     assert named <= titles
@@ -84,7 +92,7 @@ def test_the_chart_brings_them(value_set: str) -> None:
     found = of_kind(objects, "PrometheusRule")
     assert len(found) == monitored
     for rule in found:
-        assert rule["spec"] == yaml.safe_load((CHART / "rules.yaml").read_text())
+        assert rule["spec"] == yaml.safe_load((CHART / "rules.yaml").read_text(encoding="utf-8"))
     for config in of_kind(objects, "ConfigMap"):
         if "grafana_dashboard" in config["metadata"]["labels"]:
             assert {json.loads(text)["uid"] for text in config["data"].values()} == {p.uid for p in dashboards.PAGES}

@@ -25,7 +25,12 @@ def problems(objects: list[Object]) -> list[Any]:
         pytest.skip("no schemas of operators: npm was not there when `make` set up")
     script = Path(__file__).with_name("validate.mjs")
     done = subprocess.run(
-        ["node", script, SCHEMAS], input=json.dumps(objects), capture_output=True, text=True, timeout=60, check=True
+        ["node", script, SCHEMAS],
+        input=json.dumps(objects),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60,
+        check=True,
     )
     found: list[Any] = json.loads(done.stdout)
     return found

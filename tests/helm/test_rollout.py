@@ -33,7 +33,7 @@ def revisions(tmp_path: Path, demo_model: Path) -> list[Path]:
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:
         shutil.copytree(demo_model, folder)
-    with (folders[1] / "config.json").open("a") as config:
+    with (folders[1] / "config.json").open("a", encoding="utf-8") as config:
         config.write("\n")
     return folders
 

@@ -26,7 +26,7 @@ from tests.helm.chart import (
     values_of,
 )
 
-DEFAULTS: Values = yaml.safe_load((CHART / "values.yaml").read_text())
+DEFAULTS: Values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 Path = tuple[str | int, ...]
 
 
@@ -105,7 +105,7 @@ def leaves(values: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def test_every_value_has_a_comment() -> None:
-    comments = {path: text for path, text in commented((CHART / "values.yaml").read_text()) if text}
+    comments = {path: text for path, text in commented((CHART / "values.yaml").read_text(encoding="utf-8")) if text}
     groups = {path for path in comments if len(path) == 1}
     for leaf in leaves(DEFAULTS):
         path = tuple("[]" if part == 0 else str(part) for part in leaf)
@@ -114,7 +114,7 @@ def test_every_value_has_a_comment() -> None:
 
 
 def test_values_and_schema_have_the_same_keys() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 
     def keys(node: Any, path: Path = ()) -> Iterator[Path]:
         node = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
@@ -140,7 +140,7 @@ def test_values_and_schema_have_the_same_keys() -> None:
 
 def test_generated_parts_are_up_to_date() -> None:
     for path, text in documents().items():
-        assert path.read_text() == text, f"{path.name} is out of date: run `make docs`"
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: run `make docs`"
 
 
 # --- every value is read ---

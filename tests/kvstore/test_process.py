@@ -55,7 +55,7 @@ class RunningKvstore:
     log: Path
 
     def events(self, name: str) -> list[dict[str, object]]:
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        lines = [json.loads(line) for line in self.log.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
         return [line for line in lines if line["event"] == name]
 
     @property
@@ -131,7 +131,7 @@ def test_it_serves_with_its_own_redis_and_ends_in_order(tmp_path: Path, number: 
         assert running.process.wait(BOUND_S) == 0
         assert not redis.is_running()
         assert running.events("stopped")
-        assert "Traceback" not in running.log.read_text()
+        assert "Traceback" not in running.log.read_text(encoding="utf-8")
 
 
 def test_a_given_redis_is_used_swept_and_left_running(tmp_path: Path, redis_server: RedisServer) -> None:
@@ -213,7 +213,10 @@ def test_the_death_of_its_keeper_ends_it_with_the_reason(tmp_path: Path) -> None
         with claimed(port or 0):
             running.process.send_signal(signal.SIGCONT)
             assert running.process.wait(BOUND_S) == 1
-        assert f"kvstore: redis-server on port {port} did not start" in running.log.read_text().splitlines()[-1]
+        assert (
+            f"kvstore: redis-server on port {port} did not start"
+            in running.log.read_text(encoding="utf-8").splitlines()[-1]
+        )
 
 
 def test_a_taken_grpc_port_is_an_error_that_says_so(tmp_path: Path, redis_server: RedisServer) -> None:
@@ -221,13 +224,13 @@ def test_a_taken_grpc_port_is_an_error_that_says_so(tmp_path: Path, redis_server
         port = taken.getsockname()[1]
         with kvstore(tmp_path, f"--redis-url={redis_server.url}", f"--grpc-port={port}") as running:
             assert running.process.wait(BOUND_S) == 1
-    assert f"kvstore: cannot listen on 127.0.0.1:{port}" in running.log.read_text()
+    assert f"kvstore: cannot listen on 127.0.0.1:{port}" in running.log.read_text(encoding="utf-8")
 
 
 def test_bad_settings_name_the_field(tmp_path: Path) -> None:
     with kvstore(tmp_path, "--sweep-s=0") as running:
         assert running.process.wait(BOUND_S) == 2
-    assert running.log.read_text().startswith("--sweep-s:")
+    assert running.log.read_text(encoding="utf-8").startswith("--sweep-s:")
 
 
 def test_no_torch_is_needed() -> None:

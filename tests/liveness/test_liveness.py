@@ -104,13 +104,13 @@ def test_late_timers_are_starvation_and_are_forgotten_by_and_by() -> None:
 
 def test_pressure_is_what_the_kernel_says(tmp_path: Path) -> None:
     schedstat, pressure = tmp_path / "schedstat", tmp_path / "cpu"
-    schedstat.write_text("5 0 1\n")
-    pressure.write_text("some avg10=0.00 avg60=1.00 avg300=1.00 total=1\n")
+    schedstat.write_text("5 0 1\n", encoding="utf-8")
+    pressure.write_text("some avg10=0.00 avg60=1.00 avg300=1.00 total=1\n", encoding="utf-8")
     read = CpuPressure(schedstat, pressure)
     assert read(1.0) == 0.0
-    schedstat.write_text("5 800000000 1\n")
+    schedstat.write_text("5 800000000 1\n", encoding="utf-8")
     assert read(1.0) == pytest.approx(4.0)
-    pressure.write_text("some avg10=50.00 avg60=1.00 avg300=1.00 total=1\n")
+    pressure.write_text("some avg10=50.00 avg60=1.00 avg300=1.00 total=1\n", encoding="utf-8")
     assert read(1.0) == pytest.approx(0.5)
 
 

@@ -64,7 +64,7 @@ def scaled(tmp_path: Path) -> Iterator[str]:
     """Address of a head whose autoscaler looks once a second."""
     [port] = free_ports(1)
     address = ray.util.get_node_ip_address() + f":{port}"
-    (file := tmp_path / "scaling.yaml").write_text(yaml.safe_dump(scaling(address)))
+    (file := tmp_path / "scaling.yaml").write_text(yaml.safe_dump(scaling(address)), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_FAKE_CLUSTER", "1")
         patch.setenv("AUTOSCALER_UPDATE_INTERVAL_S", "1")
@@ -104,11 +104,11 @@ def test_workers_without_room_bring_nodes_which_leave_after_them(scaled: str, de
         "gateway": {"settings": {"http_port": ports[0], "grpc_port": ports[1]}},
         "redis": {"port": ports[2]},
     }
-    (file := tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    (file := tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster), encoding="utf-8")
     assert alive() == {FAKE_HEAD_NODE_ID}
     command = [sys.executable, "-m", "tandem", "up", f"--ray={scaled}", "--detach", f"--file={file}"]
     done = subprocess.run(
-        [*command, "--ready-timeout-s=150"], capture_output=True, text=True, timeout=COMMAND_S, check=False
+        [*command, "--ready-timeout-s=150"], capture_output=True, encoding="utf-8", timeout=COMMAND_S, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     states = asyncio.run(RayLauncher(print, detached=True).states())

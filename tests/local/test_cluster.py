@@ -152,7 +152,7 @@ def test_ports_that_meet_are_named(settings: dict[str, int], words: str) -> None
 )
 def test_what_is_wrong_is_named(parts: dict[str, Any], words: str, tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
-    file.write_text(yaml.safe_dump(cluster(**parts)))
+    file.write_text(yaml.safe_dump(cluster(**parts)), encoding="utf-8")
     with pytest.raises(ValueError, match=r"cluster\.yaml: ") as raised:
         read_cluster(file)
     assert words in str(raised.value)
@@ -161,7 +161,7 @@ def test_what_is_wrong_is_named(parts: dict[str, Any], words: str, tmp_path: Pat
 def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         read_cluster(tmp_path / "none.yaml")
-    (tmp_path / "broken.yaml").write_text("pools: [")
+    (tmp_path / "broken.yaml").write_text("pools: [", encoding="utf-8")
     with pytest.raises(ValueError, match=r"broken\.yaml"):
         read_cluster(tmp_path / "broken.yaml")
     with pytest.raises(ValidationError):

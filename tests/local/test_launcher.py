@@ -37,7 +37,7 @@ async def test_what_keeps_ending_is_started_later_each_time_and_ends_nothing_els
     monkeypatch.setattr(launcher, "STOP_WAIT_S", 0.2)
     await local.stop()
     assert set(psutil.Process().children()) == before
-    assert set((tmp_path / "ends.log").read_text().splitlines()) == {"['--kv-memory=5'] []"}
+    assert set((tmp_path / "ends.log").read_text(encoding="utf-8").splitlines()) == {"['--kv-memory=5'] []"}
 
 
 def test_it_keeps_being_started_again_after_hours(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ async def test_what_does_not_want_to_stop_is_killed(tmp_path: Path, monkeypatch:
     before = set(psutil.Process().children())
     await local.start([STAYS])
     async with asyncio.timeout(60):
-        while not (tmp_path / "stays.log").read_text():
+        while not (tmp_path / "stays.log").read_text(encoding="utf-8"):
             await asyncio.sleep(0.01)
     (started,) = set(psutil.Process().children()) - before
     await local.stop()

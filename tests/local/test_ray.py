@@ -78,10 +78,10 @@ class OnRay:
             "gateway": {"replicas": 2, "settings": gateway},
             "redis": {"port": free_ports(1)[0]},
         }
-        (file := self.folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+        (file := self.folder / "cluster.yaml").write_text(yaml.safe_dump(cluster), encoding="utf-8")
         timeout = f"--ready-timeout-s={12 if pool else 120}"
         command = [sys.executable, "-m", "tandem", "up", *self.options, "--detach", f"--file={file}", timeout]
-        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
+        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=COMMAND_S)
 
     def states(self) -> dict[str, ActorState | str]:
         return asyncio.run(RayLauncher(print, detached=True).states())
@@ -348,7 +348,7 @@ async def test_a_head_that_is_slow_is_waited_for_with_one_line(on_ray: OnRay) ->
 def test_a_head_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
     command = [sys.executable, "-m", "tandem", "up", f"--ray={address}", "--detach", "--ready-timeout-s=3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=COMMAND_S, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("tandem up: Ray's head at ")
     assert "did not answer within 3 s" in done.stderr

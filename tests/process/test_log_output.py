@@ -111,7 +111,7 @@ log.info("after")
 """
     with (tmp_path / "log").open("wb") as file:
         subprocess.run([sys.executable, "-c", code], stderr=file, check=True, timeout=60)
-    *before, torn, lost, after = (tmp_path / "log").read_text().splitlines()
+    *before, torn, lost, after = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["number"] for line in before] == list(range(len(before)))
     assert not torn.endswith("}")
     said = json.loads(lost)
@@ -158,6 +158,6 @@ def test_lines_of_a_block_are_written_at_its_end_several_at_once(tmp_path: Path)
                 output.write(f"{number} {'x' * 100}\n")
             assert file.read_bytes() == b""
         output.write("last\n")
-    lines = file.read_text().splitlines()
+    lines = file.read_text(encoding="utf-8").splitlines()
     assert [line.split()[0] for line in lines] == [*map(str, range(100)), "last"]
     assert all(line.endswith("x" * 100) for line in lines[:-1])

@@ -78,7 +78,7 @@ def test_a_collector_that_is_not_there_is_an_event(protocol: str) -> None:
         "OTEL_EXPORTER_OTLP_TIMEOUT": "1",
     }  # fmt: skip
     exports = [sys.executable, "-c", EXPORTS]
-    done = subprocess.run(exports, env=os.environ | said, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(exports, env=os.environ | said, capture_output=True, encoding="utf-8", timeout=60, check=True)
     events = [json.loads(line)["event"] for line in (done.stdout + done.stderr).splitlines()]
     assert any("export" in event for event in events), events
 
@@ -91,5 +91,7 @@ def test_no_plain_line_of_grpc_stands_between_events() -> None:
     with subprocess.Popen(serves, stdin=PIPE, stdout=PIPE, stderr=subprocess.DEVNULL) as server:
         assert server.stdout is not None
         asks = [sys.executable, "-c", ASKS, server.stdout.readline().decode().strip()]
-        done = subprocess.run(asks, env=said, stdout=server.stdin, stderr=PIPE, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            asks, env=said, stdout=server.stdin, stderr=PIPE, encoding="utf-8", timeout=60, check=True
+        )
     assert [json.loads(line)["event"] for line in done.stderr.splitlines()] == ["lost"]

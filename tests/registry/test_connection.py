@@ -39,7 +39,9 @@ async def test_user_password_and_database_are_as_the_url_says(guarded: str) -> N
 
 
 async def test_the_rights_that_docs_name_are_enough(own_redis: RedisServer) -> None:
-    said = re.search(r"ACL SETUSER tandem (.*)", (Path(__file__).parents[2] / "docs" / "security.md").read_text())
+    said = re.search(
+        r"ACL SETUSER tandem (.*)", (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    )
     assert said
     async with Redis.from_url(own_redis.url) as admin:
         await admin.execute_command("ACL", "SETUSER", "tandem", *said[1].split())

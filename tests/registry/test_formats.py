@@ -192,18 +192,20 @@ def test_what_changed_since_the_last_release_has_another_format(tmp_path: Path) 
     if format_of(tree) == FORMAT:
         assert layout_of(ROOT) == layout_of(tree)
         against = [str(Path(sys.executable).with_name("buf")), "breaking", "--against", str(tree / "protos")]
-        broken = subprocess.run([*against, "protos"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        broken = subprocess.run([*against, "protos"], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60)
         assert not broken.returncode, broken.stdout
 
 
 def format_of(tree: Path) -> int:
     """0.1.0 had none, which is the first."""
-    found = re.search(r"^FORMAT = (\d+)$", (tree / "tandem/registry/scripts.py").read_text(), re.MULTILINE)
+    found = re.search(
+        r"^FORMAT = (\d+)$", (tree / "tandem/registry/scripts.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
     return int(found[1]) if found else 1
 
 
 def layout_of(tree: Path) -> list[str]:
     """Rows and keys, as their scripts say it."""
-    rows, keys = ((tree / f"tandem/registry/lua/{name}.lua").read_text() for name in ("rows", "keys"))
+    rows, keys = ((tree / f"tandem/registry/lua/{name}.lua").read_text(encoding="utf-8") for name in ("rows", "keys"))
     constants = re.findall(r"^local [A-Z_]+(?:, [A-Z_]+)* = [^{].*$", rows, re.MULTILINE)
     return [*constants, *re.findall(r"^--   (\S+)  +(?:sorted set|hash|string|list|set|stream)", keys, re.MULTILINE)]

@@ -51,7 +51,8 @@ def watch(tmp_path: Path, master: RedisServer) -> Iterator[Watch]:
             file = tmp_path / f"{own}.conf"
             file.write_text(
                 f"port {own}\nbind 127.0.0.1\ndir {tmp_path}\nsentinel monitor tandem 127.0.0.1 {port} 1\n"
-                f"sentinel auth-pass tandem {PASSWORD}\nsentinel down-after-milliseconds tandem {down_after_ms}\n"
+                f"sentinel auth-pass tandem {PASSWORD}\nsentinel down-after-milliseconds tandem {down_after_ms}\n",
+                encoding="utf-8",
             )
             program = os.readlink(f"/proc/{master.pid}/exe")
             command = dying_with_parent(program, str(file), "--sentinel")

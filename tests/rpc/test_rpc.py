@@ -92,7 +92,7 @@ async def lost(connection: WorkerConnection) -> GatewayError:
 
 @contextmanager
 def python(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    child = subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, encoding="utf-8")
     try:
         yield child
     finally:

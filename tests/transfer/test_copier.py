@@ -26,7 +26,7 @@ NUM_ROWS = 48
 
 def can_compile() -> bool:
     """Asked of the machine, not of the code under test."""
-    return "avx2" in Path("/proc/cpuinfo").read_text() and bool(native.compilers())
+    return "avx2" in Path("/proc/cpuinfo").read_text(encoding="utf-8") and bool(native.compilers())
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +107,15 @@ copier._gather(rows.ctypes.data, 4096, ids.ctypes.data, 2, payload.ctypes.data, 
 @pytest.mark.parametrize(("code", "problem"), [(AS_IT_IS, ""), (PAST_THE_END, "AddressSanitizer: ")])
 def test_sanitizers_find_nothing_and_would_find_an_overrun(code: str, problem: str, tmp_path: Path) -> None:
     named = (
-        subprocess.check_output(["gcc", f"-print-file-name=lib{name}.so"], text=True) for name in ("asan", "ubsan")
+        subprocess.check_output(["gcc", f"-print-file-name=lib{name}.so"], encoding="utf-8")
+        for name in ("asan", "ubsan")
     )
     preloaded = " ".join(line.strip() for line in named)
     environment = os.environ | {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0"}
     source = Path(native.__file__).parent / "transfer" / "copy" / "rows.c"
     library = native.compiled(source, ("avx2",), *SANITIZE, cache=tmp_path)  # here, where the compiler is not watched
     command = [sys.executable, "-c", SANITIZED + code, str(library)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=110, check=False)
     assert (done.returncode == 0) is not bool(problem), done.stderr[-4000:]
     assert problem in done.stderr
 

@@ -55,7 +55,9 @@ print(json.dumps({"functions": {name: getattr(runtime, name).__doc__ for name in
 
 
 def real(question: str) -> dict[str, Any]:
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", question], capture_output=True, text=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", question], capture_output=True, encoding="utf-8", timeout=60
+    )
     if "ImportError" in found.stderr or "ModuleNotFoundError" in found.stderr:
         pytest.skip("needs cupy and NCCL's library: pip install 'tandem[gpu]' nvidia-nccl-cu13")
     answer: dict[str, Any] = json.loads(found.stdout)

@@ -60,7 +60,7 @@ def thread_states(pid: int) -> list[str]:
     with suppress(FileNotFoundError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):
-                states.append((task / "stat").read_text().rpartition(") ")[2][0])
+                states.append((task / "stat").read_text(encoding="utf-8").rpartition(") ")[2][0])
     return states
 
 

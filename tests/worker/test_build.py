@@ -97,7 +97,9 @@ async def test_a_worker_follows_the_log_level_of_its_file_and_what_is_set_over_i
     demo_model: Path, tmp_path: Path
 ) -> None:
     file, levels = tmp_path / "settings.json", list[str]()
-    file.write_text('{"max_queued": 64, "log_level": "warning"}')  # gateways' file: the first is none of a worker's
+    file.write_text(
+        '{"max_queued": 64, "log_level": "warning"}', encoding="utf-8"
+    )  # gateways' file: the first is none of a worker's
 
     def level_is(level: str) -> Callable[[], Awaitable[bool]]:
         async def check() -> bool:
@@ -111,7 +113,7 @@ async def test_a_worker_follows_the_log_level_of_its_file_and_what_is_set_over_i
         )
         async with running(chosen, DecodeWorker, set_log_level=levels.append) as worker:
             await eventually(level_is("warning"), "the file's")
-            file.write_text('{"log_level": "error"}')
+            file.write_text('{"log_level": "error"}', encoding="utf-8")
             await eventually(level_is("error"), "the file's next")
             async with grpc.aio.insecure_channel(worker.address) as channel:
                 stub: Any = process_pb2_grpc.SettingsServiceStub(channel)

@@ -94,7 +94,7 @@ def test_a_thread_whose_stack_has_run_out_says_so(tmp_path: Path) -> None:
     said = tmp_path / "said"
     arguments = [sys.executable, "-c", OVERFLOW, str(said)]
     assert subprocess.run(arguments, check=False, timeout=60).returncode == -11
-    assert cause_in(said.read_text()) == "SIGSEGV"
+    assert cause_in(said.read_text(encoding="utf-8")) == "SIGSEGV"
 
 
 class Turns:

@@ -95,7 +95,7 @@ async def test_a_worker_of_another_model_is_passed_by(folder: Path, folders: Mod
 
 async def test_files_that_have_changed_since_are_not_taken(folder: Path, folders: ModelFolders) -> None:
     service = ModelFilesService(folder)
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 8}))
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 8}), encoding="utf-8")
     async with serving(service) as address:
         with pytest.raises(Unavailable, match="not those of fingerprint"):
             await folders.folder(service.fingerprint, [address])

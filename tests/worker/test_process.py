@@ -24,7 +24,9 @@ asyncio.run(process.run_to_its_end(Worker()))
 
 
 def test_a_process_whose_loop_stands_still_ends_and_says_where() -> None:
-    done = subprocess.run([sys.executable, "-c", STANDS_STILL], capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", STANDS_STILL], capture_output=True, encoding="utf-8", timeout=50, check=False
+    )
     assert done.returncode == 1
     assert "in run" in done.stderr
 

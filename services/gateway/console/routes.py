@@ -21,7 +21,7 @@ NOT_KEPT = {"cache-control": "no-store"}
 
 
 def add_console(app: FastAPI, front: FrontDesk, console: Console) -> None:
-    page = (FOLDER / "index.html").read_text()
+    page = (FOLDER / "index.html").read_text(encoding="utf-8")
     headers = page_headers(page)
     app.mount("/console/files", StaticFiles(directory=str(FOLDER)))
 

@@ -117,7 +117,7 @@ def _write(file: Path, folder: Path, generation: dict[str, Any], calls: dict[str
     tokenizer = tokenizer_of(metadata)
     folder.mkdir()
     for name, content in written.items():
-        (folder / name).write_text(json.dumps(content, indent=1))
+        (folder / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / WEIGHTS_FILE).symlink_to(file)
 

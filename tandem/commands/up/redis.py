@@ -34,5 +34,5 @@ def store_of(cluster: Cluster, store_url: str) -> str:
 
 def _write_for_owner(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)

@@ -178,7 +178,7 @@ class NcclTransport(Transport):
     def carrier(self) -> str:
         """By NCCL's own account: how the channels to its peers go. Sockets, where faster is missing, are among them."""
         with suppress(OSError, AttributeError):
-            return ", ".join(sorted(carriers(self._log.read_text())))  # type: ignore[union-attr]
+            return ", ".join(sorted(carriers(self._log.read_text(encoding="utf-8"))))  # type: ignore[union-attr]
         return ""
 
     def offer(self, size: int) -> SendSide:

@@ -151,12 +151,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its words have gpt-oss' marks as special tokens; a call ends an answer, the end of a message does not."""
     folder = write_model(tmp_path_factory.mktemp("model"), CONTEXT)
     for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
-        file.write_text(file.read_text().replace(EOS, "<|endoftext|>"))
+        file.write_text(file.read_text(encoding="utf-8").replace(EOS, "<|endoftext|>"), encoding="utf-8")
     words = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     words.add_special_tokens(list(MARKS))
     words.save(str(folder / "tokenizer.json"))
     ends = [0, *(words.token_to_id(mark) for mark in ("<|return|>", "<|call|>"))]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}), encoding="utf-8")
     return folder
 
 
