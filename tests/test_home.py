@@ -13,7 +13,7 @@ import pytest
 
 from tandem import home
 from tandem.home import cache_folder, provide_home, state_folder
-from tests.nameless import AS_NAMELESS, UID, needs_root
+from tests.machines import AS_NAMELESS, UID, needs_root
 
 SAID = """
 import os

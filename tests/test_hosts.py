@@ -19,10 +19,10 @@ from tandem.hosts import bare, is_loopback, reached_from_here, resolved
 from tandem.local import check_free, free_ports
 from tandem.registry import RedisAddress
 from tandem.transfer import SocketNetwork
+from tests.machines import needs_ipv6
 
 NO_HOST = r"^--host: 'no\.such\.host\.invalid' is no address, and no name that is known here: "
-IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
-HOSTS = ["127.0.0.1", "0.0.0.0", "localhost", *(pytest.param(host, marks=IPV6) for host in ("::1", "::"))]
+HOSTS = ["127.0.0.1", "0.0.0.0", "localhost", *(pytest.param(host, marks=needs_ipv6) for host in ("::1", "::"))]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_an_address_of_another_machine_is_the_hosts_fault_and_a_taken_port_the_p
             check_free({"--http-port": ("localhost", port)})
 
 
-@IPV6
+@needs_ipv6
 def test_every_address_means_those_of_ipv4_too() -> None:
     (port,) = free_ports(1)
     with socket.create_server(("127.0.0.1", port)), pytest.raises(ValueError, match=rf"on \[::\]:{port}: Address alr"):

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 from tandem.commands import REDIS_URL_FILE
+from tandem.hosts import address
 from tandem.local import free_ports
 from tandem.process.child_process import dying_with_parent
 
@@ -74,9 +75,13 @@ PATIENT = {"TANDEM_CLASSES": json.dumps({"realtime": {"ttft_s": 60}, "interactiv
 
 @contextmanager
 def running_cluster(
-    folder: Path, *options: str, env: dict[str, str] | None = None, file: str = ""
-) -> Iterator[RunningCluster]:
-    """`file`: a cluster.yaml with {http}, {grpc} and {redis} in the places of ports, instead of options."""
+    folder: Path, *options: str, env: dict[str, str] | None = None, file: str = "", host: str = "127.0.0.1",
+    before: Sequence[str] = (),
+) -> Iterator[RunningCluster]:  # fmt: skip
+    """Starts `tandem up`, behind the words `before`, whose gateway is asked at `host`.
+
+    `file`: a cluster.yaml with {http}, {grpc} and {redis} in the places of ports, instead of options.
+    """
     http, grpc, redis = free_ports(3)
     arguments = [f"--http-port={http}", f"--grpc-port={grpc}", f"--redis-port={redis}", f"--logs={folder / 'logs'}"]
     if file:
@@ -84,11 +89,11 @@ def running_cluster(
         arguments = [f"--file={folder / 'cluster.yaml'}", f"--logs={folder / 'logs'}"]
     output = (folder / "up.log").open("w+", encoding="utf-8")
     process = subprocess.Popen(
-        dying_with_parent(sys.executable, "-m", "tandem", "up", *arguments, *options),
+        [*before, *dying_with_parent(sys.executable, "-m", "tandem", "up", *arguments, *options)],
         stdout=output, stderr=subprocess.STDOUT, encoding="utf-8", env=os.environ | PATIENT | (env or {}),
     )  # fmt: skip
     cluster = RunningCluster(
-        f"http://127.0.0.1:{http}", f"127.0.0.1:{grpc}", f"redis://127.0.0.1:{redis}", folder / "logs", process
+        f"http://{address(host, http)}", address(host, grpc), f"redis://127.0.0.1:{redis}", folder / "logs", process
     )
     try:
         said = folder / "up.log"

@@ -14,6 +14,7 @@ import pytest
 from redis import AuthenticationError, Redis
 
 from tandem.local import RedisServer
+from tests.machines import needs_ipv6
 
 STARTS_ONE_AND_DIES = """
 import os, signal
@@ -35,7 +36,7 @@ def test_it_answers_and_keeps_nothing_on_disk() -> None:
     server.stop()
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@needs_ipv6
 def test_it_may_listen_on_ipv6() -> None:
     with RedisServer.start(host="::1") as server, Redis.from_url(server.url) as client:
         assert server.url == f"redis://[::1]:{server.port}"
