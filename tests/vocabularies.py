@@ -91,5 +91,7 @@ def model_of(name: str, folder: Path) -> Path:
     save_file(weights, made / "model.safetensors")
     special = {"eos_token_id": ENDS[name], "bos_token_id": ENDS[name], "pad_token_id": ENDS[name]}
     for file, more in (("config.json", {"vocab_size": rows}), ("generation_config.json", {})):
-        (made / file).write_text(json.dumps({**json.loads((made / file).read_text()), **special, **more}))
+        (made / file).write_text(
+            json.dumps({**json.loads((made / file).read_text(encoding="utf-8")), **special, **more}), encoding="utf-8"
+        )
     return made

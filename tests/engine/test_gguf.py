@@ -122,7 +122,9 @@ def test_words_and_template_come_from_its_metadata(tmp_path: Path) -> None:
 
 def test_a_template_for_tools_comes_from_its_metadata_too(tmp_path: Path) -> None:
     make_file(tmp_path / "m.gguf", "llama", "F32", {"tokenizer.chat_template.tool_use": "{{ tools | tojson }}"})
-    said = json.loads((folder_of(tmp_path / "m.gguf", tmp_path / "cache") / "tokenizer_config.json").read_text())
+    said = json.loads(
+        (folder_of(tmp_path / "m.gguf", tmp_path / "cache") / "tokenizer_config.json").read_text(encoding="utf-8")
+    )
     assert [one["name"] for one in said["chat_template"]] == ["default", "tool_use"]
     assert said["chat_template"][1]["template"] == "{{ tools | tojson }}"
 

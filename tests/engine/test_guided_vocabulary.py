@@ -44,7 +44,7 @@ class OneModel:
     def __init__(self, folder: Path, tokenizer: Tokenizer, end: int, rows: int) -> None:
         folder.mkdir()
         tokenizer.save(str(folder / "tokenizer.json"))
-        (folder / "config.json").write_text(json.dumps({"eos_token_id": end}))
+        (folder / "config.json").write_text(json.dumps({"eos_token_id": end}), encoding="utf-8")
         self.vocabulary, self.end, self.rows = Vocabulary(tokenizer), end, rows
         self.grammars = Grammars(folder, rows)
 

@@ -53,11 +53,11 @@ def test_the_reason_is_kept() -> None:
 
 def test_the_file_beside_wins_over_the_config(tmp_path: Path) -> None:
     config = {"chat_template": "config {{ eos_token }}", "eos_token": {"content": "</s>"}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     template = read_template(tmp_path)
     assert template is not None
     assert template.render([]) == "config </s>"
-    (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}")
+    (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}", encoding="utf-8")
     template = read_template(tmp_path)
     assert template is not None
     assert template.render([]) == "file </s>"
@@ -65,7 +65,7 @@ def test_the_file_beside_wins_over_the_config(tmp_path: Path) -> None:
 
 def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}), encoding="utf-8")
     template = read_template(tmp_path)
     assert template is not None
     assert template.render([]) == "plain"

@@ -82,7 +82,7 @@ def test_an_added_token_whose_id_is_beyond_the_vocabulary_stays(large: Path, tmp
     "text", ["", "{", "[]", "{}", '{"model": {"type": "BPE"}}', '{"model": {"type": "BPE", "vocab": [], "merges": 3}}']
 )
 def test_what_is_malformed_is_refused_by_name(text: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(text)
+    (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"tokenizer\.json: Cannot instantiate"):
         parts_of(str(tmp_path / "tokenizer.json"))
 
