@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
-from tokenizers import models
 
 from services.gateway import Gateway, GatewaySettings
 from services.gateway.text import Tokenizer
@@ -87,9 +87,31 @@ def test_what_is_malformed_is_refused_by_name(text: str, tmp_path: Path) -> None
         parts_of(str(tmp_path / "tokenizer.json"))
 
 
-def test_another_kind_is_not_taken_apart(tmp_path: Path) -> None:
-    Library(models.Unigram([("a", -1.0), ("b", -2.0)], unk_id=0)).save(str(tmp_path / "tokenizer.json"))
-    assert parts_of(str(tmp_path / "tokenizer.json")) is None
+async def test_unigram_is_taken_apart_too(tmp_path: Path) -> None:
+    """Tokens that are added may be words of it, or not."""
+    random = Random(3)
+    words = {"<unk>": 0.0, "<s>": -1.0} | {f"▁{random.randrange(10**9)}": -random.random() for _ in range(20_000)}
+    library = Library(models.Unigram(list(words.items()), unk_id=0, byte_fallback=False))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    library.add_special_tokens([AddedToken("<unk>"), AddedToken("<s>", lstrip=True), AddedToken("<more>")])
+    library.add_tokens(["new word"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    parts = parts_of(str(tmp_path / "tokenizer.json"))
+    assert parts is not None
+    assert parts.assemble().to_str() == Library.from_file(str(tmp_path / "tokenizer.json")).to_str()
+    whole, assembled = Tokenizer.load(tmp_path), Tokenizer.load(tmp_path, parts=parts)
+    assert (assembled.vocab_size, assembled.longest_token) == (whole.vocab_size, whole.longest_token)
+    text = "<s>" + " ".join(word[1:] for word in random.choices(list(words), k=50)) + "<more> new word"
+    assert await assembled.encode(text, True) == await whole.encode(text, True)
+
+
+def test_another_kind_is_not_taken_apart_and_may_not_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tokenizer.json"
+    Library(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(file))
+    assert parts_of(str(file)) is None
+    monkeypatch.setattr("services.gateway.untrusted.tokenizer_parts.MOST_WHOLE", file.stat().st_size - 1)
+    with pytest.raises(ValueError, match=r"tokenizer\.json: a tokenizer of this kind"):
+        parts_of(str(file))
 
 
 def test_a_token_that_two_ids_claim_is_not_taken_apart_into_something_else(large: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 import tokenizers
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram
 
 from tandem.containment import Bounds
 
@@ -25,32 +25,58 @@ SMALL_BYTES = 512 * 1024
 PIECE = 2000
 # The library reads added tokens under the lock, and no model has nearly as many.
 MOST_ADDED = 2**16
+# A kind that is not taken apart is read at once, which may not take long.
+MOST_WHOLE = 16 * 2**20
 LIMITS = Bounds(cpu_s=30.0, wall_s=60.0, memory_bytes=3 * 2**30, is_last=True)
-OPTIONS = (
-    "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
-    "ignore_merges",
-)  # fmt: skip
+OPTIONS = {
+    "BPE": (
+        "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
+        "ignore_merges",
+    ),
+    "Unigram": ("unk_id", "byte_fallback"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    frame: bytes  # tokenizer.json with no more of a vocabulary than its added tokens
+    """A tokenizer.json in pieces of JSON.
+
+    Args:
+        frame: the file, of its vocabulary the added tokens alone; of Unigram's, whose ids are places in a list, none.
+        vocabulary: maps of tokens to ids; of Unigram lists of tokens, each followed by its score.
+        merges: lists of tokens, two for each merge.
+        added: tokens to be added once there are the others.
+        longest_token: in characters.
+        vocab_size: more than any id.
+    """
+
+    frame: bytes
     options: Mapping[str, Any]
-    vocabulary: Sequence[bytes]  # maps of tokens to ids
-    merges: Sequence[bytes]  # lists of tokens, two for each merge
-    longest_token: int  # in characters
-    vocab_size: int  # more than any id
+    vocabulary: Sequence[bytes]
+    merges: Sequence[bytes]
+    added: Sequence[Mapping[str, Any]]
+    longest_token: int
+    vocab_size: int
 
     def assemble(self) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_buffer(self.frame)
+        if isinstance(tokenizer.model, Unigram):
+            tokenizer.model = Unigram(_Pairs(self.vocabulary), **self.options)
+        else:
+            tokenizer.model = BPE(self._words(), _Pairs(self.merges), **self.options)
+        for said in self.added:
+            token = tokenizers.AddedToken(**{name: said[name] for name in said if name != "id"})
+            (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+        return tokenizer
+
+    def _words(self) -> dict[str, Any]:
         words: dict[str, Any] = {}
         for piece in self.vocabulary:
             found = orjson.loads(piece)
             last = next(reversed(found))
             words.update(found)
             words[last] = _Id(words[last])
-        tokenizer.model = BPE(words, _Merges(self.merges), **self.options)
-        return tokenizer
+        return words
 
 
 def check_tokenizer(path: str) -> None:
@@ -63,20 +89,26 @@ def check_tokenizer(path: str) -> None:
 
 
 def parts_of(path: str) -> TokenizerParts | None:
-    """Takes a tokenizer.json apart, in a helper process; returns None where it is of another kind than BPE.
+    """Takes a tokenizer.json apart, in a helper process; returns None where it is not of BPE's or Unigram's kind.
 
     Raises:
-        ValueError: it is malformed.
+        ValueError: it is malformed, or so long that it would have to be taken apart.
     """
     data = Path(path).read_bytes()
     whole = _loaded(data, path)
     try:
-        parts = _apart(orjson.loads(data))
-        return parts if parts.assemble().to_str() == whole.to_str() else None
+        text = whole.to_str()
+        # The library reads some scores of Unigram's by a last bit differently.
+        parts = _apart(orjson.loads(text if isinstance(whole.model, Unigram) else data))
+        if parts.assemble().to_str() == text:
+            return parts
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException:  # some damage makes the library panic, which is no Exception
-        return None
+    except BaseException:  # as below
+        pass
+    if len(data) > MOST_WHOLE:
+        raise ValueError(f"{path}: a tokenizer of this kind has at most {MOST_WHOLE} bytes, got {len(data)}")
+    return None
 
 
 def _loaded(data: bytes, path: str) -> tokenizers.Tokenizer:
@@ -84,7 +116,7 @@ def _loaded(data: bytes, path: str) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # as above
+    except BaseException as error:  # some damage makes the library panic, which is no Exception
         raise ValueError(f"{path}: {error}") from None
     if (count := len(tokenizer.get_added_tokens_decoder())) > MOST_ADDED:
         raise ValueError(f"{path}: at most {MOST_ADDED} added tokens, got {count}")
@@ -97,16 +129,34 @@ def _apart(said: dict[str, Any]) -> TokenizerParts:
         Exception: it is not as expected.
     """
     model, added = said["model"], {one["content"]: one["id"] for one in said["added_tokens"]}
-    if model["type"] != "BPE" or len(set(model["vocab"].values())) < len(model["vocab"]):
-        raise ValueError("it is no BPE, or two tokens have one id, of which the library takes either")
+    options = {name: model[name] for name in OPTIONS[model["type"]] if model.get(name) is not None}
+    if model["type"] == "Unigram":
+        return _unigram_apart(said, options, added)
+    if len(set(model["vocab"].values())) < len(model["vocab"]):
+        raise ValueError("two tokens have one id, of which the library takes either")
     merges = [one if isinstance(one, list) else one.split(" ") for one in model["merges"]]
     return TokenizerParts(
         frame=orjson.dumps({**said, "model": {**model, "vocab": added, "merges": []}}),
-        options={name: model[name] for name in OPTIONS if model.get(name) is not None},
+        options=options,
         vocabulary=[orjson.dumps(dict(piece)) for piece in _pieces(list(model["vocab"].items()))],
         merges=[orjson.dumps(list(chain.from_iterable(piece))) for piece in _pieces(merges)],
+        added=(),
         longest_token=max(map(len, chain(model["vocab"], added))),
         vocab_size=1 + max(chain(model["vocab"].values(), added.values())),
+    )
+
+
+def _unigram_apart(said: dict[str, Any], options: Mapping[str, Any], added: Mapping[str, int]) -> TokenizerParts:
+    words = said["model"]["vocab"]
+    one = {"type": "Unigram", "unk_id": 0, "vocab": [["", 0.0]], "byte_fallback": False}
+    return TokenizerParts(
+        frame=orjson.dumps({**said, "model": one, "added_tokens": []}),
+        options=options,
+        vocabulary=[orjson.dumps(list(chain.from_iterable(piece))) for piece in _pieces(words)],
+        merges=(),
+        added=said["added_tokens"],
+        longest_token=max(map(len, chain((word for word, _ in words), added))),
+        vocab_size=1 + max(len(words) - 1, *added.values(), 0),
     )
 
 
@@ -126,8 +176,8 @@ class _Id:
         return self._number
 
 
-class _Merges(Sequence[tuple[str, str]]):
-    """All pairs, parsed as they are asked for."""
+class _Pairs(Sequence[tuple[str, Any]]):
+    """All pairs of lists in JSON, parsed as they are asked for."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces
@@ -135,10 +185,10 @@ class _Merges(Sequence[tuple[str, str]]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __iter__(self) -> Iterator[tuple[str, str]]:
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
         for piece in self._pieces:
-            tokens = orjson.loads(piece)
-            yield from zip(tokens[::2], tokens[1::2], strict=True)
+            items = orjson.loads(piece)
+            yield from zip(items[::2], items[1::2], strict=True)
 
     def __getitem__(self, at: Any) -> Any:
         return list(self)[at]
