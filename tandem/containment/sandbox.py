@@ -148,6 +148,8 @@ class Sandbox:
                         group.create_task(self._serve(reader, writer))
             except* (OSError, EOFError, pickle.UnpicklingError) as errors:
                 log.warning("the helper process was lost", why=repr(errors.exceptions[0]))
+            if (running := asyncio.current_task()) and running.cancelling():
+                raise asyncio.CancelledError  # The group of lanes has lost it where the helper ended at the same time.
             self._take_back()
             await asyncio.sleep(RESTART_S)
 
