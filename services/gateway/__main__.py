@@ -43,6 +43,8 @@ from tandem.store import Store
 REGISTRY_WAIT_S = 0.5
 # An answer waits no longer for being kept, and a request for what it goes on from.
 STORE_WAIT_S = 1.0
+# A chat waits no longer for its turn to be rendered, which takes a millisecond on a machine that is not starved.
+RENDER_WAIT_S = 60.0
 # How long the reservations of a gateway that died stay.
 RESERVATIONS_LEASE_S = 2.0
 
@@ -100,7 +102,8 @@ def make_gateway(
         HttpServer, header_timeout_s=settings.header_timeout_s, most=room.http // (1 + settings.shares_ports)
     )
     connect = partial(rpc.channel, security=settings.security)
-    sandbox, untrusted = Sandbox((*bodies.MODULES, "tandem.grammar")), Sandbox(HELPER_MODULES, stays=True)
+    sandbox = Sandbox((*bodies.MODULES, "tandem.grammar"))
+    untrusted = Sandbox(HELPER_MODULES, stays=True, wait_s=RENDER_WAIT_S)
     ports = GatewayPorts(
         registry=_registry(settings),
         connect=connect,

@@ -51,6 +51,7 @@ class Roster:
     tasks_of: Callable[[LLM], Sequence[Awaitable[None]]]
     _lives: dict[ModelKey, _Serving] = field(default_factory=dict)
     _loading: dict[ModelKey, asyncio.Task[None]] = field(default_factory=dict)
+    _refused: set[ModelKey] = field(default_factory=set)  # whose files will never do: a key names what is in them
     _looked_at: float = 0.0  # for other releases
 
     async def run(self) -> None:
@@ -63,10 +64,11 @@ class Roster:
     async def follow(self) -> None:
         """Raises what a task of a model has died of."""
         now, addresses = asyncio.get_running_loop().time(), self._registered()
+        self._refused &= addresses.keys()
         for key, found in addresses.items():
             if key in self._lives:
                 self._lives[key].seen_at = now
-            elif key not in self._loading:
+            elif key not in self._loading and key not in self._refused:
                 self._loading[key] = asyncio.create_task(self._load(key, found))
         for key, loading in list(self._loading.items()):
             if loading.done():
@@ -121,7 +123,10 @@ class Roster:
             if self.front.problems.get(key.text) != why:
                 log.error("model not served", model=key.name, fingerprint=key.fingerprint, reason=why)
             self.front.problems[key.text] = why
-            await asyncio.sleep(RETRY_S)
+            if isinstance(error, Unavailable | OSError | MemoryError):
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._refused.add(key)
             return
         self.front.problems.pop(key.text, None)
         llm = self.make(key, model)

@@ -7,11 +7,11 @@ generation_config.json    ids that end an answer, else those of config.json; bes
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
 from pydantic import ConfigDict
 
 from tandem.checkpoints.model_files import (
@@ -122,10 +122,10 @@ def _id_of(folder: Path, text: str) -> int | None:
 def _id_in(file: Path, text: str) -> int | None:
     """Returns a token's id in a tokenizer.json: of its added tokens, else of its model's words."""
     try:
-        said = orjson.loads(read_bytes(file))
+        said = json.loads(read_bytes(file))
         found = next((one["id"] for one in said.get("added_tokens") or () if one["content"] == text), None)
         words = said["model"].get("vocab")
-    except (KeyError, TypeError, AttributeError, orjson.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: {type(error).__name__}: {error}") from None
     if found is None and isinstance(words, dict):
         found = words.get(text)

@@ -100,13 +100,15 @@ class Sandbox:
         preload: modules that the helper imports before its first call, and once.
         bounds: of calls that bring none.
         stays: a fork serves many calls, which is quick. Then one caller has one lane at a time, whatever it does to it.
+        wait_s: a call waits for a lane no longer; None: WAIT_S.
     """
 
     def __init__(
-        self, preload: Sequence[str] = (), bounds: Bounds | None = None, lanes: int = LANES, stays: bool = False
-    ) -> None:
+        self, preload: Sequence[str] = (), bounds: Bounds | None = None, lanes: int = LANES, stays: bool = False,
+        wait_s: float | None = None,
+    ) -> None:  # fmt: skip
         self._preload, self._bounds, self._lanes = tuple(preload), bounds or Bounds(), lanes
-        self._stays, self._served = stays, set[str]()
+        self._stays, self._served, self._wait_s = stays, set[str](), wait_s
         self._queues: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         self._arrived = asyncio.Event()
         self._lost: list[_Waiting] = []
@@ -122,7 +124,7 @@ class Sandbox:
             raise SandboxBusy("too many calls wait for the helper process")
         loop = asyncio.get_running_loop()
         payload, future = pickle.dumps((function, args), protocol=5), loop.create_future()
-        giving_up = loop.call_later(WAIT_S, _give_up, future)
+        giving_up = loop.call_later(self._wait_s or WAIT_S, _give_up, future)
         waiting = _Waiting(caller, payload, bounds or self._bounds, future, giving_up)
         self._queues.setdefault(caller, deque()).append(waiting)
         self._arrived.set()
@@ -141,17 +143,22 @@ class Sandbox:
             async with asyncio.timeout(START_S):
                 await self._arrived.wait()
         while True:
-            try:
-                async with self._helper() as (ended, lanes), asyncio.TaskGroup() as group:
-                    group.create_task(_notice_death(ended))
-                    for reader, writer in lanes:
-                        group.create_task(self._serve(reader, writer))
-            except* (OSError, EOFError, pickle.UnpicklingError) as errors:
-                log.warning("the helper process was lost", why=repr(errors.exceptions[0]))
+            # A task of its own: the group cancels its task when a lane is lost, and may forget that others did, too.
+            await asyncio.create_task(self._serve_helper())
             if (running := asyncio.current_task()) and running.cancelling():
-                raise asyncio.CancelledError  # The group of lanes has lost it where the helper ended at the same time.
+                raise asyncio.CancelledError
             self._take_back()
             await asyncio.sleep(RESTART_S)
+
+    async def _serve_helper(self) -> None:
+        """Starts a helper; returns once it is lost."""
+        try:
+            async with self._helper() as (ended, lanes), asyncio.TaskGroup() as group:
+                group.create_task(_notice_death(ended))
+                for reader, writer in lanes:
+                    group.create_task(self._serve(reader, writer))
+        except* (OSError, EOFError, pickle.UnpicklingError) as errors:
+            log.warning("the helper process was lost", why=repr(errors.exceptions[0]))
 
     @asynccontextmanager
     async def _helper(self) -> AsyncIterator[tuple[asyncio.Future[int], list[Lane]]]:
@@ -198,7 +205,7 @@ class Sandbox:
             _settle(waiting.result, SandboxBusy("the helper process was lost"))
         elif not waiting.result.done():
             waiting.lost_once = True
-            waiting.giving_up = asyncio.get_running_loop().call_later(WAIT_S, _give_up, waiting.result)
+            waiting.giving_up = asyncio.get_running_loop().call_later(self._wait_s or WAIT_S, _give_up, waiting.result)
             self._lost.append(waiting)
 
     def _take_back(self) -> None:

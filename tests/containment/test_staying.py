@@ -75,3 +75,14 @@ async def test_a_caller_has_one_lane_and_leaves_the_other_to_others(sandbox: San
     assert [await sandbox.call(double, i, caller="quick") for i in range(50)] == [2 * i for i in range(50)]
     assert not any(task.done() for task in slow[1:])
     assert len(set(await asyncio.gather(*slow))) == 1
+
+
+async def test_it_ends_when_it_is_told_to_while_its_helper_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.containment.sandbox.RESTART_S", 0.0)
+    monkeypatch.setattr("tandem.containment.sandbox.START_S", 0.0)
+    for delay in range(30):
+        running = asyncio.create_task(Sandbox(preload=("no.such.module",)).run())
+        await asyncio.sleep(0.01 * delay)
+        running.cancel()
+        done, _ = await asyncio.wait({running}, timeout=20.0)
+        assert done, delay

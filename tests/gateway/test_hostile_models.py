@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -19,6 +20,9 @@ import httpx
 import pytest
 
 from services.gateway import Gateway, GatewaySettings
+from services.gateway.model import ModelHelper
+from services.gateway.roster import RETRY_S
+from services.gateway.untrusted import ChatTemplate
 from tandem.containment import Bounds
 from tandem.local import RedisServer
 from tandem.registry import Registry, WorkerLoad
@@ -138,8 +142,17 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.alone
 async def test_templates_that_harm_are_never_served(
-    gateway: Gateway, bystander: Bystander, settings: GatewaySettings, tmp_path: Path
+    gateway: Gateway, bystander: Bystander, settings: GatewaySettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each is tried once."""
+    tried = list[ChatTemplate]()
+    checked = ModelHelper.checked
+
+    async def note(self: ModelHelper, template: ChatTemplate) -> ChatTemplate:
+        tried.append(template)
+        return await checked(self, template)
+
+    monkeypatch.setattr(ModelHelper, "checked", note)
     async with AsyncExitStack() as stack:
         for i, source in enumerate((HARMS | REFUSED).values()):
             folder = changed(folder_of(CONTEXT), tmp_path / str(i), chat_template=source + SHOWN)
@@ -149,6 +162,8 @@ async def test_templates_that_harm_are_never_served(
             assert "chat_template: " in why, name
             assert len(why) < 1000, name
             assert bystander.late_s < MOST_S, name
+        await asyncio.sleep(2 * RETRY_S)
+    assert max(Counter(template.source for template in tried).values()) == 1
 
 
 @pytest.mark.alone

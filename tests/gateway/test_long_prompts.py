@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.gateway.text import Batches, Tokenizer
+from services.gateway.text import Batches, Tokenizer, UnreadText
 from services.gateway.text.batches import BATCH
 from tandem.local import RedisServer
 from tandem.vocabulary import load_tokenizer
@@ -159,7 +159,7 @@ async def test_a_text_that_cannot_be_encoded_fails_no_other_of_its_batch() -> No
     tasks = [asyncio.create_task(batches.encode("x" * length)) for length in (5, 6, 7, 8)]
     found = await asyncio.gather(*tasks, return_exceptions=True)
     assert [found[0], found[1], found[3]] == [[5], [6], [8]]
-    assert isinstance(found[2], RuntimeError)
+    assert isinstance(found[2], UnreadText)
     assert "index out of bounds" in str(found[2])
 
 

@@ -28,7 +28,7 @@ from services.gateway.untrusted import (
 from tandem.containment import Bounds, CallFailed, Sandbox, SandboxBusy
 
 # A chat that is rendered here takes a millisecond; what is large comes rendered, from another helper.
-LIMITS = Bounds(cpu_s=1.0, wall_s=10.0, memory_bytes=256 * 2**20)
+LIMITS = Bounds(cpu_s=1.0, wall_s=60.0, memory_bytes=256 * 2**20)
 # Chats, and bytes of them, that are rendered by one call.
 MOST_TOGETHER = 64
 MOST_BYTES = 2**20
@@ -51,6 +51,7 @@ class ModelHelper:
         self._template: ChatTemplate | None = None
         self._pickled, self._most = b"", 0
         self._waiting = deque[_Waiting]()
+        self._suspects = deque[_Waiting]()  # Chats of calls that have ended the helper process.
         self._work: asyncio.Task[None] | None = None
 
     async def checked(self, template: ChatTemplate) -> ChatTemplate:
@@ -97,16 +98,20 @@ class ModelHelper:
         return await future
 
     async def _render_waiting(self) -> None:
-        """Renders until nothing waits."""
+        """Renders until nothing waits. A suspect is rendered alone, and others before the next one of these."""
         batch: list[_Waiting] = []
         try:
-            while self._waiting:
+            while self._waiting or self._suspects:
                 batch = self._next_batch()
                 await self._render_together(batch)
+                if self._suspects:
+                    batch = [self._suspects.popleft()]
+                    await self._render_together(batch)
         except BaseException as error:
-            for _, future in (*batch, *self._waiting):
+            for _, future in (*batch, *self._waiting, *self._suspects):
                 _settle(future, RuntimeError(f"rendering has ended: {error!r}"))
             self._waiting.clear()
+            self._suspects.clear()
             raise
         finally:
             self._work = None
@@ -121,8 +126,8 @@ class ModelHelper:
         return batch
 
     async def _render_together(self, batch: Sequence[_Waiting]) -> None:
-        """Renders each alone where one has ended the helper process: it is found, and the others have their prompts."""
-        if not batch:
+        """Renders chats by one call. If it ends the helper process, all are suspects: any of them may have done it."""
+        if all(future.done() for _, future in batch):
             return
         try:
             prompts = await self._call_render([chat for chat, _ in batch])
@@ -131,8 +136,7 @@ class ModelHelper:
             prompts = [outcome] * len(batch)
         except CallFailed as error:
             if len(batch) > 1:
-                for one in batch:
-                    await self._render_together([one])
+                self._suspects.extend(batch)
                 return
             said = f"messages: the model's chat template cannot render them: {error}"
             prompts = [InvalidRequest(said, "messages", "template_failed")]
