@@ -173,9 +173,10 @@ class Sandbox:
             self.pid = process.pid
             for _, their in ends:
                 their.close()
-            lanes = [await asyncio.open_connection(sock=own.dup(), limit=BUFFER_BYTES) for own, _ in ends]
-            for _, writer in lanes:
-                stack.callback(writer.close)
+            lanes = list[Lane]()
+            for own, _ in ends:
+                lanes.append(await asyncio.open_connection(sock=own.dup(), limit=BUFFER_BYTES))
+                stack.callback(lanes[-1][1].close)
             yield ended, lanes
 
     def _pair(self, stack: AsyncExitStack) -> tuple[socket.socket, socket.socket]:
