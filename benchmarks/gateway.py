@@ -3,6 +3,7 @@
 Each front (benchmarks/frontends) on core 0, its backend and the clients on core 1; backends compute nothing.
 
 requests    of one token, 512 at once
+chats       as requests, of two messages that the model's template renders: CPU of the front's helper processes, too
 streams     512 answers of 200 tokens, as fast as the front passes tokens on
 delay       of a token, from its backend's writing it to its client's reading it: streams of a token each 20 ms
 held        2,000 streams at once, a token each second
@@ -36,7 +37,7 @@ REQUESTS, AT_ONCE = 4000, 512
 STREAM_TOKENS = 200
 STEP_S, DELAY_STREAMS, DELAY_TOKENS = 0.02, (16, 200), 150
 HELD, HELD_STEP_S, HELD_TOKENS = 2000, 1.0, 6
-LOADS = ("requests", "streams", "delay", "held")
+LOADS = ("requests", "chats", "streams", "delay", "held")
 Figures = dict[str, float]
 
 
@@ -83,6 +84,16 @@ async def requests(front: Front, running: RunningFront, pace: BackendPace) -> Fi
     }
 
 
+async def chats(front: Front, running: RunningFront, pace: BackendPace) -> Figures:
+    def spent_s() -> float:
+        return sum(map(cpu_s, (running.process, *running.process.children(recursive=True))))
+
+    await running.load.run(AT_ONCE, 1, AT_ONCE, chat=True)  # Helpers start when they are asked for.
+    before = spent_s()
+    seen = await running.load.run(REQUESTS, 1, AT_ONCE, chat=True)
+    return {"chats/s": REQUESTS / seen.seconds, "CPU of a chat, ms": 1000 * (spent_s() - before) / REQUESTS}
+
+
 async def streams(front: Front, running: RunningFront, pace: BackendPace) -> Figures:
     pace.step_s, before = 0.0, cpu_s(running.process)
     seen = await running.load.run(AT_ONCE, STREAM_TOKENS, AT_ONCE)
@@ -118,7 +129,7 @@ async def held(front: Front, running: RunningFront, pace: BackendPace) -> Figure
     }
 
 
-MEASURES = {"requests": requests, "streams": streams, "delay": delay, "held": held}
+MEASURES = {"requests": requests, "chats": chats, "streams": streams, "delay": delay, "held": held}
 
 
 def cpu_s(process: psutil.Process) -> float:

@@ -1,4 +1,4 @@
-"""Clients of /v1/completions that do as little as they can: a connection each, kept; bytes stamped, read afterwards."""
+"""Clients of completions and chats that do as little as they can: kept connections; bytes stamped, read afterwards."""
 
 from __future__ import annotations
 
@@ -111,8 +111,11 @@ class StreamLoad:
         self._port, self._model, self._pace = port, model, pace
         self._dice = random.Random(1)
 
-    async def run(self, count: int, tokens: int, at_once: int) -> Measured:
+    async def run(self, count: int, tokens: int, at_once: int, chat: bool = False) -> Measured:
         """
+        Args:
+            chat: the requests are chats of two messages.
+
         Raises:
             PeerError: an answer that is none.
             TimeoutError
@@ -123,7 +126,7 @@ class StreamLoad:
             (await loop.create_connection(lambda: KeptConnection(self._pace), "127.0.0.1", self._port))[1]
             for _ in range(at_once)
         ]
-        waiting = iter([(seed, self._request(seed, tokens)) for seed in self._pace.seeds(count)])
+        waiting = iter([(seed, self._request(seed, tokens, chat)) for seed in self._pace.seeds(count)])
         answers: list[Stamped] = []
 
         async def client(connection: KeptConnection) -> None:
@@ -141,12 +144,15 @@ class StreamLoad:
                 connection.close()
         return Measured(answers, time.perf_counter() - start)
 
-    def _request(self, seed: int, tokens: int) -> bytes:
+    def _request(self, seed: int, tokens: int, chat: bool) -> bytes:
+        text = " ".join(self._dice.choices(WORDS, k=PROMPT_WORDS))
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
         body = json.dumps(
             {
-                "model": self._model, "prompt": " ".join(self._dice.choices(WORDS, k=PROMPT_WORDS)),
+                "model": self._model, **({"messages": messages} if chat else {"prompt": text}),
                 "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True, "seed": seed,
             }
         ).encode()  # fmt: skip
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\nContent-Type: application/json\r\n"
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\nContent-Type: application/json\r\n"
         return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
