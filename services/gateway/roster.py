@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 
 import structlog
 
@@ -25,6 +26,7 @@ from tandem.registry import LiveWorker, ModelKey, RegistryUnavailable
 log = structlog.get_logger(__name__)
 FOLLOW_S = 0.25
 RETRY_S = 1.0
+SETTLE_S = 3.0
 OTHERS_S = 1.0
 # As long as answers wait for a worker that is started again.
 GONE_S = 30.0
@@ -51,7 +53,7 @@ class Roster:
     tasks_of: Callable[[LLM], Sequence[Awaitable[None]]]
     _lives: dict[ModelKey, _Serving] = field(default_factory=dict)
     _loading: dict[ModelKey, asyncio.Task[None]] = field(default_factory=dict)
-    _refused: set[ModelKey] = field(default_factory=set)  # whose files will never do: a key names what is in them
+    _refused: dict[ModelKey, float] = field(default_factory=dict)  # when each is tried again; a key names the files
     _looked_at: float = 0.0  # for other releases
 
     async def run(self) -> None:
@@ -64,11 +66,11 @@ class Roster:
     async def follow(self) -> None:
         """Raises what a task of a model has died of."""
         now, addresses = asyncio.get_running_loop().time(), self._registered()
-        self._refused &= addresses.keys()
+        self._refused = {key: at for key, at in self._refused.items() if key in addresses}
         for key, found in addresses.items():
             if key in self._lives:
                 self._lives[key].seen_at = now
-            elif key not in self._loading and key not in self._refused:
+            elif key not in self._loading and now >= self._refused.get(key, 0.0):
                 self._loading[key] = asyncio.create_task(self._load(key, found))
         for key, loading in list(self._loading.items()):
             if loading.done():
@@ -81,6 +83,12 @@ class Roster:
                     raise RuntimeError(f"a task of model {key.name} ended by itself")
             if now > life.seen_at + GONE_S and not any(one.running for one in life.llm.pool.connections):
                 await self._drop(key)
+
+    async def settle(self) -> None:
+        """Waits until models of workers that have registered are served, within a bound: clients are let in then."""
+        await self.follow()
+        if self._loading:
+            await asyncio.wait(self._loading.values(), timeout=SETTLE_S)
 
     async def close(self) -> None:
         for loading in self._loading.values():
@@ -123,10 +131,8 @@ class Roster:
             if self.front.problems.get(key.text) != why:
                 log.error("model not served", model=key.name, fingerprint=key.fingerprint, reason=why)
             self.front.problems[key.text] = why
-            if isinstance(error, Unavailable | OSError | MemoryError):
-                await asyncio.sleep(RETRY_S)
-            else:
-                self._refused.add(key)
+            passing = isinstance(error, Unavailable | OSError | MemoryError)
+            self._refused[key] = asyncio.get_running_loop().time() + RETRY_S if passing else inf
             return
         self.front.problems.pop(key.text, None)
         llm = self.make(key, model)

@@ -225,6 +225,7 @@ class Gateway:
         self._run(self._running.run())
         self._console = Console(self.front)
         self._run(self._console.run())
+        await roster.settle()
         await self._serve()
 
     def _make_metrics(self, view: ClusterView) -> FrontMetrics:
@@ -340,8 +341,7 @@ class Gateway:
         return self._grpc.port
 
     def _run(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.append(task)
+        self._tasks.append(task := asyncio.ensure_future(work))
         self._stack.push_async_callback(_end, task)
 
     async def _tell_health(self) -> None:
