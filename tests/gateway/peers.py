@@ -286,22 +286,19 @@ class PrefillPeer(WorkingPeer, prefill_pb2_grpc.PrefillServiceServicer):
         self.running[request.sequence.request_id] = asyncio.create_task(self._prefill(stream_id, request))
 
     def abort(self, request_id: str) -> None:
-        if request_id in self.running:
-            self.running[request_id].cancel()
+        """Forgets it here: a task that is cancelled before it began runs no line of its own."""
+        if (task := self.running.pop(request_id, None)) is not None:
+            self.cancelled.append(request_id)
+            task.cancel()
 
     def ended(self) -> None:
-        for task in self.running.values():
-            task.cancel()
+        for request_id in list(self.running):
+            self.abort(request_id)
 
     async def _prefill(self, stream_id: str, request: worker_pb2.Prefill) -> None:
         spec = request.sequence
-        try:
-            await self.hold.wait()
-        except asyncio.CancelledError:
-            self.cancelled.append(spec.request_id)
-            raise
-        finally:
-            del self.running[spec.request_id]
+        await self.hold.wait()
+        del self.running[spec.request_id]
         if self.refuse is not None:
             self._refuse(stream_id, spec.request_id, self.refuse)
             return
