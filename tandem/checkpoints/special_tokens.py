@@ -17,6 +17,7 @@ from pydantic import ConfigDict
 from tandem.checkpoints.model_files import (
     GENERATION_FILE,
     TOKENIZER_CONFIG,
+    CallsFile,
     EndsFile,
     ModelFile,
     read_bytes,
@@ -36,7 +37,7 @@ class _AddedToken(ModelFile):
     content: str
 
 
-class TokenizerConfigFile(ModelFile):
+class TokenizerConfigFile(CallsFile):
     """tokenizer_config.json, whose other fields may be special tokens."""
 
     model_config = ConfigDict(extra="allow")

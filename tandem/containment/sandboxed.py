@@ -138,15 +138,17 @@ class _Fork:
             if call is None:
                 self._code = _OWNER_IS_GONE
                 return
-            if not self._run(*call) or call[1].is_last:
+            payload, bounds = call
+            is_last = not left or bounds.is_last
+            if not self._run(payload, bounds, is_last) or is_last:
                 break
-            call = self._received() if left else None
+            call = self._received()
         self._code = 0
 
-    def _run(self, payload: bytearray, bounds: Bounds) -> bool:
+    def _run(self, payload: bytearray, bounds: Bounds, is_last: bool) -> bool:
         """Returns False where the call has used up the memory, of which it may have left none to the next one."""
         self._called[self._index] = 1
-        _limit_memory(self._used + bounds.memory_bytes + bounds.stack_bytes)
+        _limit_memory(self._used + bounds.memory_bytes + bounds.stack_bytes, is_last)
         signal.setitimer(signal.ITIMER_PROF, bounds.cpu_s)
         signal.setitimer(signal.ITIMER_REAL, bounds.wall_s)
         reply, lasting = _outcome(payload)
@@ -166,9 +168,9 @@ class _Fork:
         return None if payload is None else (payload, Bounds(*bounds))
 
 
-def _limit_memory(most: int) -> None:
-    """Bounds the data of this process; the next call may have another bound."""
-    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+def _limit_memory(most: int, is_last: bool) -> None:
+    """Bounds the data of this process, for good where no call follows that may have another bound."""
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most if is_last else resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -14,7 +14,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import httpx
 import pytest
@@ -238,7 +237,7 @@ async def test_fingerprints_of_another_shape_are_refused_by_name(
     monkeypatch.setattr("tandem.checkpoints.text_files.shutil.rmtree", lambda *args, **_: removed.append(args))
     known = peers.workers[f"{MODEL}-d"].info
     for i, fingerprint in enumerate(["..", "../../x", "/etc", "x" * 32, "A" * 32, "a" * 64, "\0", "a\n"]):
-        odd = replace(known, worker_id=f"odd-{i}", incarnation=uuid4().hex, fingerprint=fingerprint, model=OTHER)
+        odd = replace(known, worker_id=f"odd-{i}", incarnation=f"{i:032x}", fingerprint=fingerprint, model=OTHER)
         await peers.registry.register(odd, LOAD, 30.0)
         await eventually(lambda name=f"odd-{i}": "no fingerprint" in gateway.front.problems.get(name, ""))
     assert gateway.front.names == [MODEL]

@@ -20,7 +20,7 @@ from services.gateway.text import MOST_TOKENS, Tokenizer
 from services.gateway.tools import FORMATS, TAGS, CallFormat, Tags, detect_format, detect_tags
 from services.gateway.untrusted import ChatTemplate, TokenizerParts
 from tandem.adapters import AdapterRef
-from tandem.checkpoints import TOKENIZER_CONFIG, CallsFile, ContextFile, GenerationFile, end_tokens, read_file
+from tandem.checkpoints import ContextFile, GenerationFile, end_tokens, read_file, read_tokenizer_config
 from tandem.sampling import OF_MODEL, InvalidParameter, SamplingParams
 
 
@@ -74,7 +74,9 @@ class ServedModel:
         checked = checked or CheckedFiles(ModelHelper(None, name), read_template(folder), None)
         template = checked.template
         source = template.source if template else ""
-        calls = detect_format(source) or _named_format(folder) if tool_parser == "auto" else tool_parser
+        calls: str | None = tool_parser
+        if tool_parser == "auto":
+            calls = detect_format(source) or read_tokenizer_config(folder).tool_parser
         thoughts = detect_tags(source) if reasoning_parser == "auto" else reasoning_parser
         max_model_len = read_file(ContextFile, folder / "config.json").max_position_embeddings
         tokenizer = Tokenizer.load(folder, max(MOST_TOKENS, max_model_len), checked.parts)
@@ -90,15 +92,6 @@ class ServedModel:
             calls=FORMATS.get(calls or ""),
             thoughts=TAGS.get(thoughts or ""),
         )
-
-
-def _named_format(folder: Path) -> str | None:
-    """
-    Raises:
-        ValueError: its tokenizer_config.json is malformed.
-    """
-    file = folder / TOKENIZER_CONFIG
-    return read_file(CallsFile, file).tool_parser if file.is_file() else None
 
 
 def _defaults(file: Path) -> dict[str, float]:
