@@ -9,12 +9,14 @@ what the model's context takes; besides its prompt, a large body may say no more
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.gateway.errors import InvalidRequest, Overloaded
+from services.gateway.returns import Returns
 from services.gateway.text import CheckedIds
 from services.gateway.untrusted import ChatTemplate, TemplateOptions, TemplateRefused, render
 from tandem.containment import Bounds, CallFailed, Sandbox, SandboxBusy
@@ -172,7 +174,9 @@ class LargeBodies:
 
     def __init__(self, sandbox: Sandbox | None) -> None:
         self._sandbox = sandbox
-        self._num_bytes = 0
+        self._returns = Returns()
+        self._num_bytes = self._num_read = 0  # that are there, and that were read since there have been any
+        self._since = 0.0  # when these came, on the event loop's clock
 
     async def read(self, function: Callable[..., T], body: bytes, *others: object, caller: str) -> T:
         """Run the function over the body in the helper process; returns what it makes of it. Callers take turns.
@@ -183,13 +187,22 @@ class LargeBodies:
         if self._sandbox is None:
             return function(body, *others)
         if self._num_bytes + len(body) > MOST_WAITING_BYTES:
-            raise Overloaded("too many large bodies wait to be read", "too_many_bodies")
+            raise self._busy("too many large bodies wait to be read", body)
+        if not self._num_bytes:
+            self._num_read, self._since = 0, asyncio.get_running_loop().time()
         self._num_bytes += len(body)
         try:
             return await self._sandbox.call(function, body, *others, caller=caller, bounds=LIMITS)
         except SandboxBusy as error:
-            raise Overloaded(f"the body could not be read now: {error}", "too_many_bodies") from None
+            raise self._busy(f"the body could not be read now: {error}", body) from None
         except CallFailed as error:
             raise InvalidRequest(f"the body cannot be read: {error}", code="body_too_complex") from None
         finally:
             self._num_bytes -= len(body)
+            self._num_read += len(body)
+
+    def _busy(self, said: str, body: bytes) -> Overloaded:
+        """It says to come again when as much as this body has was read."""
+        now = asyncio.get_running_loop().time()
+        each_s = len(body) * (now - self._since) / self._num_read if self._num_read else 1.0
+        return Overloaded(said, "too_many_bodies", self._returns.wait_s(each_s, each_s, now))

@@ -73,8 +73,8 @@ class ClassSettings(BaseModel):
 
 ClassName = Literal["realtime", "interactive", "batch"]
 CLASSES: dict[ClassName, ClassSettings] = {
-    "realtime": ClassSettings(weight=8, ttft_s=1, itl_s=0.1),
-    "interactive": ClassSettings(weight=4, ttft_s=5, itl_s=0.1),
+    "realtime": ClassSettings(weight=8, itl_s=0.1),
+    "interactive": ClassSettings(weight=4, itl_s=0.1),
     "batch": ClassSettings(weight=1),
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
+from openai import AsyncOpenAI
 
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
 from tandem.registry import Registry, Role
@@ -97,3 +98,15 @@ async def everyone_tells_what_was_measured(fleet: RunningCluster) -> bool:
     assert all(load.step_s == 0 or load.step_s >= 0.001 for load in decodes)
     told = [min(load.prefill_tokens_per_s, load.transfer_tokens_per_s) for load in prefills]
     return all(told) and all(load.step_s for load in decodes)
+
+
+async def test_a_plain_burst_is_answered_whole_on_defaults(tmp_path: Path, config_only: Path) -> None:
+    """By openai's client, which tries nothing again: a prefill worker needs some seconds for the long prompts."""
+    options = [f"--model-path={config_only}", "--model-name=null", "--engine=null", "--null-speedup=0.5"]
+    prompts = [[1 + i % 4000] * 8 for i in range(512)] + [[1 + i] * 1141 for i in range(64)]
+    with running_cluster(tmp_path, *options) as cluster:
+        async with AsyncOpenAI(base_url=f"{cluster.http}/v1", api_key="none", max_retries=0) as client:
+            answers = await asyncio.gather(
+                *(client.completions.create(model="null", prompt=prompt, max_tokens=8) for prompt in prompts)
+            )
+    assert [answer.usage.prompt_tokens for answer in answers if answer.usage] == [len(prompt) for prompt in prompts]

@@ -36,7 +36,7 @@ def admission_of(
 def work(
     kind: PriorityClass = INTERACTIVE, tenant: str = "a", prompt: int = 100, new: int = 400, deadline: float = FOREVER
 ) -> Work:
-    return Work(kind, tenant, deadline, prompt, new)
+    return Work(kind, tenant, deadline, prompt, new, end_by=deadline)
 
 
 class AdmissionLine:

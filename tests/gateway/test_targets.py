@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import inf
 from typing import Any
 
 import grpc
@@ -47,9 +48,9 @@ def test_a_wrong_class_is_named(settings: GatewaySettings, classes: object, name
 
 
 def test_headers_go_before_the_class(settings: GatewaySettings) -> None:
-    assert targets_of({}, 1, settings) == Targets(None, 0.5)
-    assert targets_of({}, -1, settings) == Targets(2.0, 0.1)
-    assert targets_of({TTFT: "1500", TPOT: "40"}, 1, settings) == Targets(1.5, 0.04)
+    assert targets_of({}, 1, settings) == Targets(None, 0.5, inf, None)
+    assert targets_of({}, -1, settings) == Targets(2.0, 0.1, inf, 2.0)
+    assert targets_of({TTFT: "1500", TPOT: "40"}, 1, settings) == Targets(1.5, 0.04, inf, 1.5)
 
 
 @pytest.mark.parametrize("said", ["soon", "", "0", "-1", "nan", "inf", "1e12"])

@@ -2,7 +2,8 @@
 
     check ──> refused at once, before its prompt is tokenized
     enter ──> it is this work's turn, and there is room ──> inside ── first token ──> prefilled ── end ──> leave
-         ├──> it would come too late: refused at once (forecast.py), for its deadline or its class's time to first token
+         ├──> it would come too late: refused at once (forecast.py), where its request named a deadline or a target to
+         │    the first token is set, by it or by --classes; nobody else is
          ├──> too many wait: the last of the tenant with most waiting is refused, this one or another
          ├──> the deadline passes
          └──> the gateway stops
@@ -23,11 +24,13 @@ from services.gateway.admission.forecast import Forecast
 from services.gateway.admission.priority import PriorityClass
 from services.gateway.admission.shares import demand_of, share_of
 from services.gateway.errors import GatewayError, Overloaded, TimedOut
+from services.gateway.returns import Returns
 from tandem.registry import ClusterView, Demand
 
 FOLLOW_S = 0.25
-# A forecast is not exact: what would come later than this part of its time is not waited for.
+# A forecast of a turn is not exact: what would come later than this part of its time is not waited for.
 SURE = 0.7
+LOOKED_UP = 2**16  # tokens, which takes 4 ms
 
 
 class Admission:
@@ -37,7 +40,7 @@ class Admission:
         """`max_queued`: at all gateways of the model, each of which has an equal part of it."""
         self.admitted = Admitted()
         self.demand: Demand = []  # what is waiting and inside, as of when the cluster was last looked at
-        self._forecast = Forecast()
+        self._forecast, self._returns = Forecast(), Returns()
         self._queue = queue
         self._max_queued = self._room = max_queued
         # Done when it is let in, or with why not.
@@ -70,7 +73,7 @@ class Admission:
         Raises:
             Overloaded
         """
-        if (self._queue or not self._fits(work)) and (late := self._too_late(work)):
+        if late := self._too_late(work, has_room=not self._queue and self._fits(work)):
             raise late
 
     async def enter(self, work: Work) -> None:
@@ -84,11 +87,13 @@ class Admission:
         if self._stopped:
             raise self._stopped()
         if not self._queue and self._fits(work):
+            if late := self._too_late(work, has_room=True):
+                raise late
             self._queue.pass_through(work)
             self._admit(work)
             return
         turn = self._turns[work] = asyncio.get_running_loop().create_future()
-        work.start_by = self._forecast.start_by(work, asyncio.get_running_loop().time())
+        work.start_by = self._forecast.start_by(work, self.admitted, asyncio.get_running_loop().time())
         self._queue.push(work)
         self._let_in()
         if len(self._queue) > self._room:
@@ -166,9 +171,10 @@ class Admission:
             self._turns.pop(work).set_result(None)
 
     def _admit(self, work: Work) -> None:
-        work.entered_at = now = asyncio.get_running_loop().time()
-        work.hurries, work.is_probe = self._forecast.hurries(work, now), self.admitted.is_probe(work)
+        now = asyncio.get_running_loop().time()
+        work.hurries, work.is_probe = self._forecast.hurries(work, self.admitted, now), self.admitted.is_probe(work)
         self.admitted.enter(work)
+        self._forecast.entered(work, self.admitted, now)
 
     def _next(self) -> Work | None:
         """The first one, or where there is no room for it one that has room by being more urgent."""
@@ -191,22 +197,47 @@ class Admission:
         self._queue.remove(work)
         return self._turns.pop(work)
 
-    def _too_late(self, work: Work) -> Overloaded | None:
-        """Why work that has to wait had better not: others, in time, would only come later."""
-        now = asyncio.get_running_loop().time()
-        forecast, left = self._forecast, work.deadline - now
-        target = work.ttft_s
-        turn_s = self._turn_s(work, now)
-        if not turn_s:
+    def _too_late(self, work: Work, *, has_room: bool = False) -> Overloaded | None:
+        """Why work that has others before it had better go: others, in time, would only come later."""
+        if work.ttft_s is None and work.end_by == inf:
             return None
-        last_s, first_s = forecast.last_token_s(turn_s, work), forecast.first_token_s(turn_s)
-        if last_s > SURE * left:
+        late = self._late(work, has_room)
+        if late is not None:
+            self._look_up(work)
+            late = self._late(work, has_room)
+        return None if late is None else self._overloaded(work, *late)
+
+    def _look_up(self, work: Work) -> None:
+        """Finds how much is cached of this prompt and of those that may be before it, of a bounded number at a time."""
+        left = LOOKED_UP
+        for one in (work, *self.admitted.prefilling(), *self._queue):
+            if one.look_up is not None and left > 0:
+                left -= one.prompt_tokens
+                cached, one.look_up = one.look_up(), None
+                place = self._queue if one in self._turns else self.admitted
+                place.know(one, cached)
+
+    def _late(self, work: Work, has_room: bool) -> tuple[str, str, float] | None:
+        """Why it would come too late, and in how many seconds it would not."""
+        now, target = asyncio.get_running_loop().time(), work.ttft_s
+        forecast, inside, left = self._forecast, self.admitted, work.end_by - now
+        turn_s = 0.0 if has_room else self._turn_s(work, now)
+        if not turn_s and not inside.prompts_before(work):
+            return None
+        last_s, first_s = forecast.last_token_s(turn_s, work, inside), forecast.first_token_s(turn_s, work, inside)
+        sure = SURE if turn_s else 1.0
+        if last_s > sure * left:
             said = f"it would end in about {last_s:.1f} s, and its deadline is in {left:.1f} s"
-            return Overloaded(said, "deadline_unreachable", wait_s=last_s - SURE * left)
-        if target is not None and first_s > SURE * target:
-            said = f"its first token would come in about {first_s:.1f} s, and its target is"
-            return Overloaded(f"{said} {target:g} s", "too_late", wait_s=first_s - SURE * target)
+            return "deadline_unreachable", said, last_s - sure * left
+        if target is not None and first_s > sure * target:
+            said = f"its first token would come in about {first_s:.1f} s, and its target is {target:g} s"
+            return "too_late", said, first_s - sure * target
         return None
+
+    def _overloaded(self, work: Work, code: str, said: str, room_s: float) -> Overloaded:
+        """It says to come again once there is room, which there is in `room_s` for the first that was refused."""
+        each_s = self._forecast.each_s(work, self.admitted)
+        return Overloaded(said, code, self._returns.wait_s(room_s, each_s, asyncio.get_running_loop().time()))
 
     def _turn_s(self, work: Work, now: float) -> float:
         """Seconds until its turn, with none of its tenant's made late by it: at the end of them, but before those that
@@ -214,13 +245,14 @@ class Admission:
 
         def turn_s(until: float) -> float:
             tokens = self._queue.tokens_ahead(work, until)
-            return self._forecast.turn_s(tokens, self.admitted, work.priority_class, now)
+            to_prefill = tokens * self._queue.prefill_part
+            return self._forecast.turn_s(tokens, to_prefill, self.admitted, work.priority_class, now)
 
         return turn_s(now + turn_s(inf))
 
     def _full(self, work: Work) -> Overloaded:
         said = f"{self._room} choices wait already, and this one's tenant has most of them"
-        return Overloaded(said, "queue_full", wait_s=self._turn_s(work, asyncio.get_running_loop().time()))
+        return self._overloaded(work, "queue_full", said, self._forecast.each_s(work, self.admitted))
 
     async def _until(self, turn: asyncio.Future[GatewayError | None], work: Work) -> None:
         began = asyncio.get_running_loop().time()
@@ -235,4 +267,4 @@ class Admission:
                 raise TimedOut(late, code="queue_timeout") from None
             now = asyncio.get_running_loop().time()
             said = f"it has waited {now - began:.1f} s, and its turn would come too late for its target or its deadline"
-            raise Overloaded(said, "too_late", wait_s=self._turn_s(work, now)) from None
+            raise self._overloaded(work, "too_late", said, self._turn_s(work, now)) from None

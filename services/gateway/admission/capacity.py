@@ -14,7 +14,7 @@ In a cluster that is really full that one waits at a decode worker, where more u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from services.gateway.admission.fair_queue import Work
@@ -31,6 +31,7 @@ class Capacity:
     prompt_tokens: int
     prompts: int  # so many may wait to be prefilled whatever their tokens
     max_tokens: int | None = None  # never to be exceeded, whatever is shared
+    prefill_tokens_per_s: float = 0.0  # of all that prefill; 0: not measured yet
 
     def times(self, part: float) -> Capacity:
         """For a gateway whose part of the cluster this is; one choice has room in any."""
@@ -41,6 +42,7 @@ class Capacity:
             prompt_tokens=round(self.prompt_tokens * part),
             prompts=max(1, round(self.prompts * part)),
             max_tokens=None if most is None else round(most * part),
+            prefill_tokens_per_s=self.prefill_tokens_per_s * part,
         )
 
     def filled_by(self, work: Work) -> float:
@@ -64,13 +66,16 @@ def capacity_of(
     decodes = [worker.info for worker in live if worker.info.role is Role.DECODE]
     if not decodes:
         return None
-    prefillers = len(live) if decodes_prefill else len(live) - len(decodes) or len(decodes)
+    prefill = live if decodes_prefill or len(decodes) == len(live) else [w for w in live if w.info.role is Role.PREFILL]
+    rates = [rate for worker in prefill if (rate := worker.load.prefill_tokens_per_s)]
+    prefillers = len(prefill)
     return Capacity(
         tokens=sum(info.num_blocks * info.block_size for info in decodes),
         sequences=sum(info.max_num_seqs for info in decodes) + (len(live) - len(decodes)) * PROMPTS_PER_PREFILLER,
         prompt_tokens=prefillers * prefill_queue_tokens,
         prompts=prefillers * PROMPTS_PER_PREFILLER,
         max_tokens=max_tokens,
+        prefill_tokens_per_s=prefillers * sum(rates) / len(rates) if rates else 0.0,
     )
 
 
@@ -83,6 +88,7 @@ class Admitted:
         self.prompt_tokens = 0
         self._inside: dict[Work, None] = {}  # in the order in which they came
         self._prefilling: set[Work] = set()
+        self._prompts = [0] * len(PriorityClass)  # tokens that are to be prefilled, by class
 
     def __contains__(self, work: Work) -> bool:
         return work in self._inside
@@ -124,17 +130,43 @@ class Admitted:
             return 0
         return sum(work.cost for work in self._inside if work.priority_class > kind)
 
+    def prompts_before(self, work: Work) -> int:
+        """Prompt tokens that workers prefill before this one's, which waits or has just entered."""
+        own = work.to_prefill if work in self._prefilling else 0
+        return sum(self._prompts[: work.priority_class + 1]) - own
+
+    @property
+    def mean_to_prefill(self) -> float:
+        """Prompt tokens of those that are prefilled, each."""
+        return sum(self._prompts) / len(self._prefilling) if self._prefilling else 0.0
+
+    def prefilling(self) -> Collection[Work]:
+        return self._prefilling
+
+    def know(self, work: Work, cached: int) -> None:
+        """So much is cached of work that is inside."""
+        if work in self._prefilling:
+            self._prompts[work.priority_class] += work.cached - cached
+        work.cached = cached
+
+    def prefill_s(self, tokens: float) -> float:
+        """Seconds that so many prompt tokens take by what workers measured; 0: not known."""
+        rate = self.capacity.prefill_tokens_per_s if self.capacity else 0.0
+        return tokens / rate if rate else 0.0
+
     def enter(self, work: Work) -> None:
         self._inside[work] = None
         self._prefilling.add(work)
         self.tokens += work.cost
         self.prompt_tokens += work.prompt_tokens
+        self._prompts[work.priority_class] += work.to_prefill
 
     def prefilled(self, work: Work) -> None:
         """Its first token is there: it has its blocks, and its prompt waits no longer."""
         if work in self._prefilling:
             self._prefilling.remove(work)
             self.prompt_tokens -= work.prompt_tokens
+            self._prompts[work.priority_class] -= work.to_prefill
 
     def leave(self, work: Work) -> None:
         self.prefilled(work)
@@ -146,6 +178,7 @@ class Admitted:
         sums = {
             "tokens": (self.tokens, sum(work.cost for work in self._inside)),
             "prompt tokens": (self.prompt_tokens, sum(work.prompt_tokens for work in self._prefilling)),
+            "tokens to prefill": (sum(self._prompts), sum(work.to_prefill for work in self._prefilling)),
             "prefilling and not inside": (len(self._prefilling - self._inside.keys()), 0),
         }
         return [f"{name}: {is_} where {should} should be" for name, (is_, should) in sums.items() if is_ != should]

@@ -16,7 +16,7 @@ No clock and no asyncio here: a simulator may drive it.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
@@ -43,10 +43,14 @@ class Work:
     prompt_tokens: int
     max_new_tokens: int
     ttft_s: float | None = None  # how late its first token may come; None: as late as its deadline
+    end_by: float = inf  # the deadline, where the request named one: what would end later is refused at once
+    look_up: Callable[[], int] | None = None  # how much of the prompt workers have cached; called once, if at all
+    cached: int = 0  # what that said
     new_tokens: int = 0  # written so far
     start_by: float = inf  # its turn is too late after that: on the event loop's clock, set before it waits
     arrival: int = 0  # set by the queue
     entered_at: float = 0.0  # on the event loop's clock, as is
+    line_s: float = 0.0  # when it entered: to prefill what is prefilled before it, and itself, by what workers measured
     first_at: float = 0.0  # when its first token came
     is_probe: bool = False  # let in beyond the blocks that were counted on
     hurries: bool = False  # once inside, it might miss its deadline if it had to wait for others
@@ -54,6 +58,11 @@ class Work:
     @property
     def cost(self) -> int:
         return self.prompt_tokens + self.max_new_tokens
+
+    @property
+    def to_prefill(self) -> int:
+        """Prompt tokens that have to be computed, as far as is known."""
+        return self.prompt_tokens - self.cached
 
     @property
     def unused(self) -> int:
@@ -127,6 +136,7 @@ class FairQueue:
         self._classes = {kind: _Class(kind, weights.of_class(kind)) for kind in PriorityClass}
         self._tenants_here: Mapping[tuple[PriorityClass, str], float] = {}
         self._numbers = count()
+        self._to_prefill = 0  # tokens of all that waits
 
     def __bool__(self) -> bool:
         return bool(self._share.waiting)
@@ -170,6 +180,7 @@ class FairQueue:
             self._share.join(group)
         insort(tenant.works, work, key=_last_first)
         tenant.tokens += work.cost
+        self._to_prefill += work.to_prefill
         group.num_waiting += 1
 
     def pass_through(self, work: Work) -> None:
@@ -247,6 +258,7 @@ class FairQueue:
         assert tenant.works[place] is work
         del tenant.works[place]
         tenant.tokens -= work.cost
+        self._to_prefill -= work.to_prefill
         group.num_waiting -= 1
         if not tenant.works:
             group.share.leave(tenant)
@@ -260,6 +272,17 @@ class FairQueue:
         self._share.correct(group, work.unused, bool(group.num_waiting))
         if tenant := group.tenants.get(work.tenant):
             group.share.correct(tenant, work.unused, bool(tenant.works))
+
+    @property
+    def prefill_part(self) -> float:
+        """Part of all tokens that wait which has to be prefilled."""
+        tokens = sum(group.tokens for group in self._classes.values())
+        return self._to_prefill / tokens if tokens else 0.0
+
+    def know(self, work: Work, cached: int) -> None:
+        """So much is cached of work that waits."""
+        self._to_prefill += work.cached - cached
+        work.cached = cached
 
     def last(self) -> Work:
         """The item to drop when there are too many: the last of the tenant with most waiting; of equals, of the least
@@ -282,6 +305,8 @@ class FairQueue:
                 problems.append(f"{kind.label}: a tenant's tokens are not those of its work that waits")
             if sum(len(tenant.works) for tenant in waiting) != group.num_waiting:
                 problems.append(f"{kind.label}: {group.num_waiting} counted as waiting")
+        if self._to_prefill != sum(work.to_prefill for work in self):
+            problems.append("tokens to prefill are not those of the work that waits")
         if not self._share.holds(group for group in self._classes.values() if group.num_waiting):
             problems.append("classes that wait are not those that share")
         return problems

@@ -1,13 +1,15 @@
-"""When work that would have to wait gets its first token, and its last: from how it went for others.
+"""When work would get its first token, and its last: from how it went for others.
 
     its turn      what goes before it, in tokens  /  what flows through the cluster: tokens inside / time spent inside;
                   not before that much of what is inside has been there as long as usual, for answers end in waves,
-                  unless so much of it is of less urgent classes, which leave their blocks to it
-    first token   as long after its turn as it took others
+                  unless so much of it is of less urgent classes, which leave their blocks to it;
+                  and not before the prompts among it are prefilled
+    first token   the prompts that are inside, and its own  /  the rate that workers have measured, as much longer or
+                  shorter as that was for others
     last token    as many more as others wrote of what they were allowed, at others' pace
 
-Nothing is said before others have ended, nor of work that need not wait: whatever was measured of a bad time, an idle
-cluster takes work, and measures anew.
+Nothing is said before others have ended, nor of work that has nobody before it: whatever was measured of a bad time, an
+idle cluster takes work, and measures anew.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ WEIGHT = 1 / 16
 PROBE_AGAIN_S = 10.0
 # Work whose deadline leaves it less than so many times as long as it needs hurries.
 PATIENCE = 10
+# Where prompts are prefilled sooner, what a first token takes beside says nothing of how fast.
+SHORT_S = 0.25
 
 
 class Average:
@@ -49,18 +53,26 @@ class Average:
 
 class Forecast:
     def __init__(self) -> None:
-        self._inside_s, self._first_s, self._probe_first_s = Average(), Average(), Average()
+        self._inside_s, self._short_s, self._probe_first_s = Average(), Average(), Average()
+        self._slower = Average()  # than workers' rates say, in times
         self._probed_at = -inf
         self._token_s, self._used = Average(), Average()
 
+    def entered(self, work: Work, inside: Admitted, now: float) -> None:
+        """It is inside, and counted there."""
+        work.entered_at = now
+        work.line_s = inside.prefill_s(inside.prompts_before(work) + work.to_prefill)
+
     def prefilled(self, work: Work, now: float) -> None:
         """Its first token has come."""
-        work.first_at = now
+        work.first_at, first_s = now, now - work.entered_at
         if work.is_probe:
-            self._probe_first_s.add(now - work.entered_at)
+            self._probe_first_s.add(first_s)
             self._probed_at = now
-        else:
-            self._first_s.add(now - work.entered_at)
+        elif work.line_s > SHORT_S:
+            self._slower.add(first_s / work.line_s)
+        elif work.line_s:
+            self._short_s.add(first_s)
 
     def ended(self, work: Work, now: float) -> None:
         if not work.new_tokens:
@@ -70,34 +82,49 @@ class Forecast:
         if work.new_tokens > 1:
             self._token_s.add((now - work.first_at) / (work.new_tokens - 1))
 
-    def turn_s(self, tokens_ahead: int, inside: Admitted, kind: PriorityClass, now: float) -> float:
-        """Seconds until the turn of work of that class; 0 while nothing is known."""
+    def turn_s(self, tokens_ahead: int, to_prefill: float, inside: Admitted, kind: PriorityClass, now: float) -> float:
+        """Seconds until the turn of work of that class; 0 while nothing is known. `to_prefill`: of the tokens ahead."""
+        prefill_s = self._prefill_s(to_prefill, inside)
         if not self._inside_s or not inside.tokens:
-            return 0.0
-        flow_s = tokens_ahead * self._inside_s.mean / inside.tokens
+            return prefill_s
+        flow_s = max(prefill_s, tokens_ahead * self._inside_s.mean / inside.tokens)
         if tokens_ahead < inside.yielded_to(kind):
             return flow_s
         return max(flow_s, _makes_room(tokens_ahead, inside).entered_at + self._inside_s.high - now, 0.0)
 
-    def first_token_s(self, turn_s: float) -> float:
-        return turn_s + self._first_s.high
+    def each_s(self, work: Work, inside: Admitted) -> float:
+        """Seconds until there is room for another one like it, which is taken to be as large as those inside at least,
+        for its prompt may not be read yet; 0 while nothing is known."""
+        if not len(inside):
+            return 0.0
+        cost, prompt = max(work.cost, inside.tokens / len(inside)), max(work.to_prefill, inside.mean_to_prefill)
+        return max(cost * self._inside_s.mean / inside.tokens, self._prefill_s(prompt, inside))
 
-    def hurries(self, work: Work, now: float) -> bool:
-        return work.deadline - now < PATIENCE * self.last_token_s(0.0, work)
+    def first_token_s(self, turn_s: float, work: Work, inside: Admitted) -> float:
+        prompts = inside.prompts_before(work) + work.to_prefill
+        return turn_s + max(self._short_s.high, self._prefill_s(prompts, inside))
+
+    def hurries(self, work: Work, inside: Admitted, now: float) -> bool:
+        if work.end_by == inf:
+            return False
+        return work.end_by - now < PATIENCE * self.last_token_s(0.0, work, inside)
 
     def is_cut_as_probe(self, work: Work, now: float) -> bool:
         """True if it would end too late should it wait for blocks as long as others did that were beyond the count."""
         if now > self._probed_at + PROBE_AGAIN_S:
             return False
-        return self._probe_first_s.high + self._writing_s(work) > work.deadline - now
+        return self._probe_first_s.high + self._writing_s(work) > work.end_by - now
 
-    def start_by(self, work: Work, now: float) -> float:
+    def start_by(self, work: Work, inside: Admitted, now: float) -> float:
         """When its turn has to come, at the latest, for its target and its deadline; now at the earliest."""
-        target = inf if work.ttft_s is None else now + work.ttft_s - self.first_token_s(0.0)
-        return max(min(target, work.deadline - self.last_token_s(0.0, work)), now)
+        target = inf if work.ttft_s is None else now + work.ttft_s - self.first_token_s(0.0, work, inside)
+        return max(min(target, work.end_by - self.last_token_s(0.0, work, inside)), now)
 
-    def last_token_s(self, turn_s: float, work: Work) -> float:
-        return self.first_token_s(turn_s) + self._writing_s(work)
+    def last_token_s(self, turn_s: float, work: Work, inside: Admitted) -> float:
+        return self.first_token_s(turn_s, work, inside) + self._writing_s(work)
+
+    def _prefill_s(self, tokens: float, inside: Admitted) -> float:
+        return inside.prefill_s(tokens) * (self._slower.mean if self._slower else 1.0)
 
     def _writing_s(self, work: Work) -> float:
         return self._used.mean * work.max_new_tokens * self._token_s.mean

@@ -2,12 +2,16 @@
 
 x-llm-d-slo-ttft-ms    to the first token: routing weighs who would be late; what would get it later is refused at once
 x-llm-d-slo-tpot-ms    between tokens: no step beside its own prefills more of others' prompts than keeps this
+
+A deadline that the request names is one, too. Where nothing is said, nothing is refused for coming late; routing then
+aims at what readers of the class expect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 
 from services.gateway.admission.priority import PriorityClass
 from services.gateway.errors import InvalidRequest
@@ -15,30 +19,33 @@ from services.gateway.settings import GatewaySettings
 
 TTFT, TPOT = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
 MAX_MS = 24 * 3600 * 1000
+AIM_S = {PriorityClass.REALTIME: 1.0, PriorityClass.INTERACTIVE: 5.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """In seconds; None: none."""
+    """In seconds; None: none. `end_by`: the deadline on the event loop's clock, where the request named one."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
+    end_by: float = inf
+    aim_s: float | None = None  # to the first token, for routing
 
 
 NO_TARGETS = Targets()
 
 
-def targets_of(headers: Mapping[str, str], priority: int, settings: GatewaySettings) -> Targets:
+def targets_of(headers: Mapping[str, str], priority: int, settings: GatewaySettings, end_by: float = inf) -> Targets:
     """
     Raises:
         InvalidRequest: a header is no number of milliseconds.
     """
-    own = settings.classes[PriorityClass.of(priority).label]
+    kind = PriorityClass.of(priority)
+    own = settings.classes[kind.label]
     ttft_s, itl_s = _seconds(headers, TTFT), _seconds(headers, TPOT)
-    return Targets(
-        own.ttft_s if ttft_s is None else ttft_s,
-        own.itl_s if itl_s is None else itl_s,
-    )
+    ttft_s = own.ttft_s if ttft_s is None else ttft_s
+    itl_s = own.itl_s if itl_s is None else itl_s
+    return Targets(ttft_s, itl_s, end_by, AIM_S.get(kind) if ttft_s is None else ttft_s)
 
 
 def _seconds(headers: Mapping[str, str], name: str) -> float | None:

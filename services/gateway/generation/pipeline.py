@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from math import inf
 
 from opentelemetry.trace import Span
 
-from services.gateway.admission import Admission, PriorityClass, Work
+from services.gateway.admission import Admission, PriorityClass, Targets, Work
 from services.gateway.errors import Overloaded, Poison, Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.generation.attempt import Attempt, ClusterAccess
@@ -51,9 +52,7 @@ class Pipeline:
         self._nonce = nonce
         self._limits = limits
 
-    def check_turn(
-        self, priority: int, tenant: str, deadline: float, max_tokens: int | None, ttft_s: float | None
-    ) -> None:
+    def check_turn(self, priority: int, tenant: str, deadline: float, max_tokens: int | None, targets: Targets) -> None:
         """Before a prompt is tokenized: would its answer of so many tokens, however short the prompt, come too late?
 
         Raises:
@@ -61,7 +60,8 @@ class Pipeline:
         """
         kind = PriorityClass.of(priority)
         try:
-            self._admission.check(Work(kind, tenant, deadline, 0, max(max_tokens or 1, 1), ttft_s))
+            least = Work(kind, tenant, deadline, 0, max(max_tokens or 1, 1), targets.ttft_s, targets.end_by)
+            self._admission.check(least)
         except Overloaded as error:
             self.metrics.tenants.ended(RequestEnd(tenant, kind, error.status))
             raise
@@ -74,11 +74,12 @@ class Pipeline:
         sequence.choice_id = self._nonce() + self._nonce()
         choice.parent = parent
         choice.meter = self.metrics.choice(loop.time, tracing.kept_trace(parent))
-        ttft_s = request.targets.ttft_s
-        choice.first_by = inf if ttft_s is None else loop.time() + ttft_s
+        targets, router = request.targets, self.cluster.router
+        choice.first_by = inf if targets.aim_s is None else loop.time() + targets.aim_s
         choice.work = Work(
             PriorityClass.of(request.priority), request.tenant, request.deadline,
-            len(sequence.token_ids), sequence.sampling.max_tokens, ttft_s,
+            len(sequence.token_ids), sequence.sampling.max_tokens, targets.ttft_s, targets.end_by,
+            partial(router.cached_tokens, sequence.token_ids, sequence.adapter.revision, sequence.cache_salt),
         )  # fmt: skip
 
     async def tokens(self, choice: Choice, prompt: SharedPrompt | None = None) -> AsyncGenerator[Tokens, None]:

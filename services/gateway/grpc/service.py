@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from math import inf
 from typing import Any
 
 import grpc
@@ -203,11 +204,11 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         model = llm.served(request.model, client)
         llm.bounds.check_choices(1, request.n or 1)
         use, priority = tools_of(request), _priority_of(request)
-        deadline = llm.front.deadline(_left(context), "grpc-timeout")
+        deadline = llm.front.deadline(left := _left(context), "grpc-timeout")
         tenant = llm.access.tenant(client, metadata, request.tenant, "tenant")
         given = budget_of(request.messages.reasoning_effort, model) | given_in(request.sampling)
-        targets = targets_of(metadata, priority, llm.settings)
-        llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"), targets.ttft_s)
+        targets = targets_of(metadata, priority, llm.settings, inf if left is None else deadline)
+        llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"), targets)
         salt = llm.access.cache_salt(tenant, check_salt(request.cache_salt))
         prompt, param, reading = await _prompt(llm, request, read, use, salt)
         structure = held_to(use, structure_of(request.structured_outputs), reading, model.tokenizer)

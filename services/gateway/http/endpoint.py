@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, Self
 
 import structlog
@@ -346,8 +347,9 @@ class _Asked:
         self._model = llm.served(body.model, self.client)
         self._tenant = llm.access.tenant(self.client, headers, body.user or "", "user")
         self._priority = priority_of(body.service_tier, body.priority)
-        self._targets = targets_of(headers, self._priority, llm.settings)
-        llm.pipeline.check_turn(self._priority, self._tenant, self.deadline, max_tokens, self._targets.ttft_s)
+        end_by = self.deadline if self._exchange.names_deadline else inf
+        self._targets = targets_of(headers, self._priority, llm.settings, end_by)
+        llm.pipeline.check_turn(self._priority, self._tenant, self.deadline, max_tokens, self._targets)
         return self._tenant
 
     def generation(self, found: ParsedBody) -> Generation:

@@ -27,6 +27,8 @@ from services.gateway.http.pings import Pings
 
 log = structlog.get_logger(__name__)
 FAIL_WAIT_S = 1.0
+# Headers that name a deadline, and how many of them are a second.
+TIMEOUTS = (("x-request-timeout-ms", 1000.0), ("x-request-timeout", 1.0))
 # Most answers of a moment are over before anybody has to look if their client is still there, which costs two messages
 # between threads.
 WATCH_S = 0.2
@@ -66,6 +68,11 @@ class Exchange:
         self.also: dict[str, str] = {}  # headers beside those of the response
         self.started = False
         self.opened = False  # a stream that has its own words for a failure
+
+    @property
+    def names_deadline(self) -> bool:
+        """True if the request has one of its own."""
+        return any(name in self.headers for name, _ in TIMEOUTS)
 
     def deadline(self, front: FrontDesk) -> float:
         """By x-request-timeout-ms or x-request-timeout (seconds), from when the request came, or the default.
@@ -262,7 +269,7 @@ def check_left(deadline: float) -> None:
 
 
 def _seconds_said(headers: Mapping[str, str]) -> tuple[float | None, str | None]:
-    for name, unit in (("x-request-timeout-ms", 1000.0), ("x-request-timeout", 1.0)):
+    for name, unit in TIMEOUTS:
         if name in headers:
             try:
                 return float(headers[name]) / unit, name

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from services.gateway.bodies import PromptBounds, renderable, rendered
 from services.gateway.errors import InvalidRequest, Overloaded, Unavailable
+from services.gateway.returns import Returns
 from services.gateway.untrusted import (
     PARTS_LIMITS,
     ChatTemplate,
@@ -50,6 +51,7 @@ class ModelHelper:
         self._sandbox, self._model = sandbox, model
         self._template: ChatTemplate | None = None
         self._pickled, self._most = b"", 0
+        self._returns = Returns()
         self._waiting = deque[_Waiting]()
         self._suspects = deque[_Waiting]()  # Chats of calls that have ended the helper process.
         self._work: asyncio.Task[None] | None = None
@@ -132,8 +134,8 @@ class ModelHelper:
         try:
             prompts = await self._call_render([chat for chat, _ in batch])
         except SandboxBusy as error:
-            outcome = Overloaded(f"the messages could not be rendered now: {error}", "too_many_chats")
-            prompts = [outcome] * len(batch)
+            said, now = f"the messages could not be rendered now: {error}", asyncio.get_running_loop().time()
+            prompts = [Overloaded(said, "too_many_chats", self._returns.wait_s(0.0, 0.0, now)) for _ in batch]
         except CallFailed as error:
             if len(batch) > 1:
                 self._suspects.extend(batch)

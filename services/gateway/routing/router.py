@@ -80,7 +80,7 @@ class Router:
         return self._registry.release(route.reservation_id)
 
     async def _route(self, request: RouteRequest, exclude: Collection[str]) -> Route:
-        prefix, held = self._look_up(request)
+        prefix, held = self._look_up(request.token_ids, request.adapter, request.cache_salt)
         if self._view.stale:  # not every request should wait for the same silence
             why = f"registry unavailable for {self._view.age:.0f} s"
             return self._offline.choose(request, held, exclude, why, Fallback.REGISTRY_UNAVAILABLE)
@@ -129,7 +129,12 @@ class Router:
             exclude=exclude,
         )
 
-    def _look_up(self, request: RouteRequest) -> tuple[PromptPrefix, dict[str, int]]:
+    def cached_tokens(self, token_ids: Sequence[int], adapter: str, cache_salt: str) -> int:
+        """Tokens of a prompt that the worker which has most of it has cached, as far as this gateway knows."""
+        held = self._look_up(token_ids, adapter, cache_salt)[1]
+        return min(max(held.values(), default=0), len(token_ids) - 1)
+
+    def _look_up(self, token_ids: Sequence[int], adapter: str, cache_salt: str) -> tuple[PromptPrefix, dict[str, int]]:
         """The prompt's prefix, and generation: cached tokens. Workers of another revision or block size than most, if
         any, count as holding none of it.
         """
@@ -137,8 +142,8 @@ class Router:
         if kind is None:
             return PromptPrefix.of("", 1, ()), {}
         revision, block_size = kind
-        root = root_hash(self._model.name, revision, request.adapter, request.cache_salt)
-        hashes = block_hashes(root, request.token_ids, block_size)
+        root = root_hash(self._model.name, revision, adapter, cache_salt)
+        hashes = block_hashes(root, token_ids, block_size)
         held = self._replica.holders(hashes)
         tokens = {generation: count * block_size for count, generations in held for generation in generations}
         return PromptPrefix.of(revision, block_size, hashes, held), tokens
