@@ -27,10 +27,6 @@ READY_BOUND_S = 120.0
 LOGS = OUT / "logs" / f"fleet-{os.getpid()}"  # two may run at a time
 
 
-# Nothing is refused for coming late, unless that is what is measured.
-PATIENT = {"classes": {"realtime": {"ttft_s": 600.0}, "interactive": {"ttft_s": 600.0}}}
-
-
 @dataclass(frozen=True, slots=True)
 class NullFleet:
     """How many of each, the size of each worker's KV cache in blocks of 16 tokens, and how long a step takes.
@@ -123,7 +119,6 @@ def _gateways(fleet: NullFleet, http: list[int], grpc: list[int], redis: int) ->
         return (
             {"redis_url": f"redis://127.0.0.1:{redis}"}
             | ports
-            | PATIENT
             | dict(fleet.gateway_settings)
             | {"policy": policy, "disaggregation": disaggregation}
         )

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from benchmarks.fleet.processes import PATIENT, NullFleet, model_folder
+from benchmarks.fleet.processes import NullFleet, model_folder
 from benchmarks.routing import POLICIES
 from benchmarks.traffic import TIMEOUT_S, Replayed, TraceRequest, replay_through
 from services.gateway.model.served import ServedModel
@@ -41,7 +41,7 @@ class FleetSettings(SimulationSettings):
         self._fleet = fleet
 
     def _gateway(self, name: str) -> dict[str, Any]:
-        return super()._gateway(name) | PATIENT | dict(self._fleet.gateway_settings)
+        return super()._gateway(name) | dict(self._fleet.gateway_settings)
 
     def _worker(self, name: str) -> dict[str, Any]:
         fleet, prefills = self._fleet, name.startswith("p")

@@ -142,8 +142,7 @@ def tandem(name: str, title: str, *options: str) -> MeasuredPeer:
 
 def of_tandem(name: str, title: str, command: Callable[[Path, int], list[str]]) -> MeasuredPeer:
     """One whose command starts a cluster of ours."""
-    patient = {"TANDEM_CLASSES": json.dumps({"interactive": {"ttft_s": 600}})}  # peers refuse nothing for coming late
-    return MeasuredPeer(name, title, command, health="/health/ready", environment=patient)
+    return MeasuredPeer(name, title, command, health="/health/ready")
 
 
 def vllm(name: str, title: str, *options: str) -> MeasuredPeer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -69,10 +68,6 @@ def runs(process: psutil.Process, service: str) -> bool:
         return False
 
 
-# A busy machine is slow to its first token.
-PATIENT = {"TANDEM_CLASSES": json.dumps({"realtime": {"ttft_s": 60}, "interactive": {"ttft_s": 60}})}
-
-
 @contextmanager
 def running_cluster(
     folder: Path, *options: str, env: dict[str, str] | None = None, file: str = "", host: str = "127.0.0.1",
@@ -90,7 +85,7 @@ def running_cluster(
     output = (folder / "up.log").open("w+", encoding="utf-8")
     process = subprocess.Popen(
         [*before, *dying_with_parent(sys.executable, "-m", "tandem", "up", *arguments, *options)],
-        stdout=output, stderr=subprocess.STDOUT, encoding="utf-8", env=os.environ | PATIENT | (env or {}),
+        stdout=output, stderr=subprocess.STDOUT, encoding="utf-8", env=os.environ | (env or {}),
     )  # fmt: skip
     cluster = RunningCluster(
         f"http://{address(host, http)}", address(host, grpc), f"redis://127.0.0.1:{redis}", folder / "logs", process

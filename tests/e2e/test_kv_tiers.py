@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import BOUND_S, PATIENT, eventually, running_cluster
+from tests.e2e.cluster import BOUND_S, eventually, running_cluster
 
 pytestmark = pytest.mark.long
 PROMPT = [5 + i % 900 for i in range(400)]  # 25 blocks, the last one not whole
@@ -26,11 +26,11 @@ def answered(http: str, prompt: list[int] = PROMPT) -> tuple[str, int]:
 def test_a_cluster_that_starts_again_finds_its_cache(tmp_path: Path, demo_model: Path, pair: tuple[str, ...]) -> None:
     disk = {"TANDEM_KV_DISK": "64MiB", "TANDEM_KV_DISK_FOLDER": str(tmp_path / "kv"), "TANDEM_DTYPE": "float32"}
     options = (f"--model-path={demo_model}", "--model-name=demo", "--decode=1", *pair)
-    with running_cluster(tmp_path, *options, env=PATIENT | disk) as cluster:
+    with running_cluster(tmp_path, *options, env=disk) as cluster:
         first, cached = answered(cluster.http)
         assert cached == 0
         eventually(lambda: len(list(tmp_path.glob("kv/*/??/*"))) >= 24, BOUND_S, "its blocks are on disk")
-    with running_cluster(tmp_path, *options, env=PATIENT | disk) as cluster:
+    with running_cluster(tmp_path, *options, env=disk) as cluster:
         assert answered(cluster.http) == (first, CACHED)
 
 
@@ -43,7 +43,7 @@ def test_what_the_caches_have_evicted_comes_from_the_host(tmp_path: Path, demo_m
         "--prefill=1",
         "--disaggregation=require",
     )
-    with running_cluster(tmp_path, *options, env=PATIENT | host) as cluster:
+    with running_cluster(tmp_path, *options, env=host) as cluster:
         first, cached = answered(cluster.http)
         assert cached == 0
         for other in range(1, 5):

@@ -33,7 +33,6 @@ from tandem.local.ray import ActorState, RayLauncher
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import eventually
 
-PATIENT = {"interactive": {"ttft_s": 60}}  # a busy machine is slow to its first token
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 NODE = {"object_store_memory": 80 * 2**20, "include_log_monitor": False}
 RESTART_S, COMMAND_S, HEADLESS_S, CRASH_S, DOWN_S = 60.0, 150.0, 2.0, 5.0, 100.0
@@ -68,7 +67,6 @@ class OnRay:
             "insecure": True,
             "http_port": self.http_port,
             "grpc_port": self.grpc_port,
-            "classes": PATIENT,
         }
         cluster = {
             "models": [{"id": "demo", "name": "tandem-demo", "weights": {"kind": "runtime_env", "path": "target"}}],
