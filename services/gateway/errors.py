@@ -19,8 +19,8 @@
 
 A 429 says when to come back, as `retry-after`: a header, or a trailer of gRPC.
 
-After the first byte of an answer the HTTP status is spent: the same error then comes as the stream's last event,
-`data: {"error": {...}}`, and no `[DONE]` follows it.
+After the head of an answer, which a stream sends within a second, the HTTP status is spent: the same error then comes
+as the stream's last event, `data: {"error": {...}}`, and no `[DONE]` follows it.
 """
 
 from __future__ import annotations

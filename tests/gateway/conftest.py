@@ -70,6 +70,12 @@ def registry_wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 @pytest.fixture(autouse=True)
+def heads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream's head waits for its first token, slow as it may be, unless a test says otherwise."""
+    monkeypatch.setattr("services.gateway.http.pings.HEAD_S", 60.0)
+
+
+@pytest.fixture(autouse=True)
 def helper_starts_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway's helper process costs a second of CPU, which a test on a busy machine is not to pay by taking long."""
     monkeypatch.setattr("tandem.containment.sandbox.START_S", 3600.0)

@@ -183,6 +183,7 @@ async def test_a_stream_that_fails_ends_with_an_error(http: httpx.AsyncClient, p
 async def test_a_silent_stream_says_that_it_lives(
     http: httpx.AsyncClient, peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pings, "HEAD_S", 0.01)
     monkeypatch.setattr(pings, "PING_S", 0.01)
     peers.decode.step_s = 0.2
     events = await said(http, {**BODY, "max_tokens": 4})

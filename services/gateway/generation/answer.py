@@ -98,6 +98,10 @@ class Answer:
         choice_id = self.choices[choice].sequence.choice_id
         return self.request.reading.call_id(blake2b(f"{choice_id}-{index}".encode()).hexdigest())
 
+    def limit_headers(self) -> dict[str, str]:
+        """Returns what is left of its tenant's limits, known before its path is."""
+        return self._limit_headers
+
     def path_headers(self) -> dict[str, str]:
         """The request's path and its reason, as far as they are known, as HTTP headers or gRPC trailers."""
         path, via = self.path, self.request.model.via

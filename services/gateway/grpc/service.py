@@ -32,6 +32,7 @@ from services.gateway.grpc.messages import (
     structure_of,
     tools_of,
 )
+from services.gateway.http import pings
 from services.gateway.llm import LLM
 from services.gateway.model import SESSION, budget_of
 from services.gateway.text import CheckedIds
@@ -58,13 +59,17 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
 
     async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
         """`request`: a GenerateRequest; one that is large comes as bytes."""
-        answer = await self._answer(request, context)
+        head = _Head(context)
+        answer = await self._answer(request, context, head)
         call = asyncio.current_task()
         assert call is not None
         # While a message cannot be written, nothing here runs that would see the deadline pass.
         stalled = self._front.deadlines.add(answer.request.deadline + STALLED_S, call.cancel)
         try:
             async with aclosing(answer.deltas()) as deltas, _with_trailers(answer, context):
+                async with head.sent_within(pings.HEAD_S):
+                    first = await anext(deltas)
+                yield response_of(answer, first)
                 async for delta in deltas:
                     yield response_of(answer, delta)
         finally:
@@ -72,7 +77,8 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
 
     async def GenerateUnary(self, request: Any, context: Context) -> llm_pb2.GenerateUnaryResponse:
         """`request`: a GenerateUnaryRequest; one that is large comes as bytes."""
-        answer = await self._answer(request if isinstance(request, bytes) else request.generate, context, within=True)
+        said = request if isinstance(request, bytes) else request.generate
+        answer = await self._answer(said, context, _Head(context), within=True)
         choices = [llm_pb2.Choice(index=i) for i in range(answer.request.n)]
         texts: list[list[str]] = [[] for _ in choices]
         thoughts: list[list[str]] = [[] for _ in choices]
@@ -135,16 +141,18 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             raise _refused(error, context, {}) from None
         return llm_pb2.UnloadLoraAdapterResponse()
 
-    async def _answer(self, request: llm_pb2.GenerateRequest | bytes, context: Context, within: bool = False) -> Answer:
+    async def _answer(
+        self, request: llm_pb2.GenerateRequest | bytes, context: Context, head: _Head, within: bool = False
+    ) -> Answer:
         """`within`: bytes are of a message that has the request in it."""
         arrived = asyncio.get_running_loop().time()
         try:
             await self._front.intake.begin()
             if isinstance(request, bytes):
-                llm, request, prompt = await self._reduced(request, context, within)
+                llm, request, prompt = await self._reduced(request, context, head, within)
                 generation, param = await self._read(llm, request, prompt, context, arrived)
             else:
-                llm = await self._found(request, context)
+                llm = await self._found(request, context, head)
                 generation, param = await self._read(llm, request, None, context, arrived)
             return llm.answer(generation, param)
         except GatewayError as error:
@@ -152,7 +160,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             self._front.refuse(_metadata(context), named or self._front.new_id(), error, arrived)
             raise _refused(error, context, {}) from None
 
-    async def _found(self, request: llm_pb2.GenerateRequest, context: Context) -> LLM:
+    async def _found(self, request: llm_pb2.GenerateRequest, context: Context, head: _Head) -> LLM:
         """
         Raises:
             GatewayError
@@ -164,10 +172,10 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             return self._front.llm_of(request.model or None, user or own)
 
         deadline = self._front.deadline(_left(context), "grpc-timeout")
-        return await self._front.once_awake(find, client, deadline, _Waking(context).tell)
+        return await self._front.once_awake(find, client, deadline, head.tell)
 
     async def _reduced(
-        self, data: bytes, context: Context, within: bool
+        self, data: bytes, context: Context, head: _Head, within: bool
     ) -> tuple[LLM, llm_pb2.GenerateRequest, str | CheckedIds]:
         """
         Raises:
@@ -185,7 +193,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
                 async def find(user: str) -> LLM:
                     return await self._front.llm_for(data, tenant, user or metadata.get(SESSION, ""), asked_in)
 
-                llm = await self._front.once_awake(find, client, deadline, _Waking(context).tell)
+                llm = await self._front.once_awake(find, client, deadline, head.tell)
                 found = await llm.reduced(reduce, data, tenant)
         except TimeoutError:
             raise TimedOut("the request's deadline passed while it was read") from None
@@ -322,16 +330,33 @@ async def _with_trailers(answer: Answer, context: Context) -> AsyncIterator[None
     context.set_trailing_metadata(tuple(answer.path_headers().items()))
 
 
-class _Waking:
-    """A call that waits for a model to start: its first metadata say so."""
+class _Head:
+    """The initial metadata of a call that waits, for its model to start or for its first token."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._said = context, False
 
     async def tell(self, streamed: bool, status: ModelStatus) -> None:
+        """Reports that the call's model starts."""
+        await self._send(("x-tandem-model-state", str(status.state)), ("x-tandem-starts-in-s", f"{status.left_s:.1f}"))
+
+    @asynccontextmanager
+    async def sent_within(self, seconds: float) -> AsyncIterator[None]:
+        """Sends it while the block runs, if that takes longer. By itself it would go out with the first message."""
+        sending: list[asyncio.Task[None]] = []
+        timer = asyncio.get_running_loop().call_later(
+            seconds, lambda: sending.append(asyncio.create_task(self._send()))
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if sending:
+                await asyncio.gather(*sending, return_exceptions=True)
+
+    async def _send(self, *said: tuple[str, str]) -> None:
         if not self._said:
             self._said = True
-            said = ("x-tandem-model-state", str(status.state)), ("x-tandem-starts-in-s", f"{status.left_s:.1f}")
             await self._context.send_initial_metadata(said)
 
 

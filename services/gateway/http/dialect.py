@@ -15,7 +15,7 @@ class Dialect:
 
     id_header = "x-request-id"
     done = b"data: [DONE]\n\n"
-    ping = b""  # an event that says nothing, for a stream that has been silent for long
+    ping = b": waiting\n\n"  # what no client shows, for a stream that has been silent for long
 
     def status(self, error: GatewayError) -> int:
         return error.status

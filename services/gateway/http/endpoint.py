@@ -1,7 +1,8 @@
 """The hot routes. One request:
 
 1 read      body, within its bounds; refused here if its answer would come too late; fields checked; prompt tokenized
-2 wait      for the first delta: until it is there, a failure still has an HTTP status of its own
+2 wait      for the first delta: a failure within pings.HEAD_S still has an HTTP status of its own. Then a stream's
+            head is sent, and signs of life until there is more to send
 3 write     one event per delta, or all deltas as one body
 4 end       whichever comes first: the answer's end, an error, the deadline, the client's disconnect
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -37,6 +38,7 @@ from services.gateway.generation import (
     read_speculative,
     tracing,
 )
+from services.gateway.http import pings
 from services.gateway.http.dialect import OPENAI, Dialect
 from services.gateway.http.exchange import ClientLeft, Exchange, check_left
 from services.gateway.http.format import CheckTurn, Framing, ParsedBody
@@ -47,8 +49,6 @@ from services.gateway.model import SESSION, ServedModel
 
 log = structlog.get_logger(__name__)
 ADMIN_BYTES = 64 * 1024
-# What is refused within this, has a status of its own.
-OPENING_S = 0.1
 
 
 class Endpoint(ABC):
@@ -216,15 +216,14 @@ class GenerateEndpoint(Endpoint):
     async def _write(self, exchange: Exchange, found: ParsedBody, answer: Answer) -> None:
         envelope = found.framing(answer, int(self._wall()))
         async with aclosing(answer.deltas()) as deltas:
-            begin = envelope.begin() if answer.request.streamed else b""
-            if begin:
-                async with self._opened_early(exchange, envelope, answer, begin):
-                    first = await anext(deltas)
-            else:
-                first = await anext(deltas)
+            begin = b""
             if answer.request.streamed:
-                if not exchange.opened:
-                    await self._open(exchange, envelope, answer, begin)
+                begin = envelope.begin()
+                seconds = pings.BEGIN_S if begin else pings.HEAD_S
+                exchange.open_within(seconds, answer.limit_headers, envelope.failure, begin)
+            first = await anext(deltas)
+            if answer.request.streamed:
+                await exchange.open(answer.path_headers(), envelope.failure, begin)
                 await self._write_event(exchange, envelope, first)
                 answer.write_at_once(partial(self._write_at_once, exchange, envelope))
                 async for delta in deltas:
@@ -234,29 +233,6 @@ class GenerateEndpoint(Endpoint):
         if answer.request.streamed:
             exchange.hold(await envelope.last())
             await exchange.close()
-
-    @asynccontextmanager
-    async def _opened_early(
-        self, exchange: Exchange, envelope: Framing, answer: Answer, begin: bytes
-    ) -> AsyncIterator[None]:
-        """A stream that has something to say before its first token says it, if that takes longer than OPENING_S."""
-
-        async def open_early() -> None:
-            await asyncio.sleep(OPENING_S)
-            await self._open(exchange, envelope, answer, begin)
-
-        opening = asyncio.create_task(open_early())
-        try:
-            yield
-        finally:
-            if not exchange.opened:
-                opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)
-
-    async def _open(self, exchange: Exchange, envelope: Framing, answer: Answer, begin: bytes) -> None:
-        await exchange.open(answer.path_headers(), envelope.failure)
-        if begin:
-            await exchange.event(begin)
 
     async def _write_event(self, exchange: Exchange, envelope: Framing, delta: Delta) -> None:
         """The last one waits for the end of the stream, which comes at once."""
@@ -321,9 +297,10 @@ class _Asked:
         return llm
 
     def elsewhere(self) -> bool:
-        """Another model of its alias would answer, and the chosen one has lost its workers; nothing was sent yet."""
+        """True if the chosen model has lost its workers and another one of its alias would answer, of which nothing
+        was sent yet."""
         via = self._llm.via if self._llm else None
-        return via is not None and not self._exchange.started and self._front.answers_elsewhere(via)
+        return via is not None and not self._exchange.answered and self._front.answers_elsewhere(via)
 
     async def incoming(self, reduce: Reduce, body: bytes) -> Incoming:
         """

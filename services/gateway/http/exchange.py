@@ -1,7 +1,7 @@
 """One HTTP request and its response, on bare ASGI: no object per token, one write per event.
 
 body() -> json(...)                                             a whole answer
-       -> open(headers), event(...), event(...), ..., close()   server-sent events
+       -> open(headers), event(...), event(...), ..., close()   server-sent events; begun early by `open_within`
        -> fail(error)         a status and a body before the first byte, a last event after it
 """
 
@@ -68,6 +68,7 @@ class Exchange:
         self.also: dict[str, str] = {}  # headers beside those of the response
         self.started = False
         self.opened = False  # a stream that has its own words for a failure
+        self.answered = False  # some of an answer was sent, and not only signs of life
 
     @property
     def names_deadline(self) -> bool:
@@ -152,11 +153,37 @@ class Exchange:
         await self._start(status, "application/json", headers)
         await self._write(orjson.dumps(content), more=False)
 
-    async def open(self, headers: Mapping[str, str], failure: Callable[[GatewayError], bytes]) -> None:
-        """Begin a stream of events. `failure`: what its last one is after an error."""
+    def open_within(
+        self, seconds: float, headers: Callable[[], Mapping[str, str]], failure: Callable[[GatewayError], bytes],
+        begin: bytes,
+    ) -> None:  # fmt: skip
+        """Begins a stream by `begin`, or by a sign of life, unless `open` or an error comes within so many seconds."""
+
+        async def open_early() -> None:
+            self.answered = bool(begin)
+            await self._open(headers(), failure)
+            await self._write(begin or self._dialect.ping, more=True)
+
+        self._pings.begin(seconds, open_early)
+
+    async def open(
+        self, headers: Mapping[str, str], failure: Callable[[GatewayError], bytes], begin: bytes = b""
+    ) -> None:
+        """Begins a stream of events by `begin`, unless it was begun early.
+
+        Args:
+            failure: makes its last event after an error.
+        """
+        await self._pings.sent()
+        begins, self.answered = not self.answered, True
+        await self._open(headers, failure)
+        self._pings.go_on()
+        if begin and begins:
+            await self.event(begin)
+
+    async def _open(self, headers: Mapping[str, str], failure: Callable[[GatewayError], bytes]) -> None:
         self._failure, self.opened = failure, True
         await self._start_events(headers)
-        self._pings.begin()
 
     async def comment(self, text: str) -> None:
         """Say what no client shows, in a stream that may have yet to begin."""
@@ -204,11 +231,11 @@ class Exchange:
         try:
             async with asyncio.timeout(FAIL_WAIT_S):
                 await self.written()
+                await self._pings.end()
                 if not self.started:
                     said = self._dialect.body(error, self.request_id)
                     await self.json(self._dialect.status(error), said, {**headers, **error.headers})
                 elif self._failure is not None:
-                    await self._pings.end()
                     await self._write(self._held + self._failure(error), more=False)
         except TimeoutError:
             log.warning("a client did not read its error", request_id=self.request_id, error=error.message)

@@ -1,58 +1,89 @@
-"""A stream that has been silent for long says that it is alive: proxies and clients give up others."""
+"""Signs of life of a stream: proxies and clients give up one that is silent for long.
+
+begin ── HEAD_S, nothing sent ──> its head and `first` ──┐
+  └── an event was sent ─────────────────────────────────┴──> a ping after each PING_S without an event
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from starlette.types import Send
 
-PING_S = 15.0
+# What fails within this has an HTTP status of its own, which clients decide by whether to try again.
+HEAD_S = 1.0
+# The same, of a stream with events before its first token.
+BEGIN_S = 0.1
+# A silence lasts from once to twice as long.
+PING_S = 10.0
 
 
 class Pings:
-    """begin -> put_off ... -> end. Without an event nothing is ever sent."""
+    """begin -> put_off ... -> end. One timer, whatever is sent."""
 
     def __init__(self, event: bytes, send: Send) -> None:
         self._event, self._send = event, send
         self._spoken = False
+        self._first: Callable[[], Awaitable[None]] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._sent: asyncio.Task[None] | None = None
 
-    def begin(self) -> None:
-        if self._event:
-            self._timer = asyncio.get_running_loop().call_later(PING_S, self._look)
+    def begin(self, after_s: float | None = None, first: Callable[[], Awaitable[None]] | None = None) -> None:
+        """`first`: sends the first sign, in place of a ping."""
+        self._stop()
+        self._first = first
+        self._wait(PING_S if after_s is None else after_s)
+
+    def go_on(self) -> None:
+        """Begins, unless that was done. The stream has a head now."""
+        self._first = None
+        if self._timer is None:
+            self._wait(PING_S)
 
     def put_off(self) -> None:
         """Something else was sent."""
         self._spoken = True
 
-    async def end(self) -> None:
-        """Nothing is sent any more once this returns."""
-        self._stop()
+    async def sent(self) -> None:
+        """Returns once a sign that is being sent was sent."""
         if self._sent is not None:
             await asyncio.wait({self._sent})
 
+    async def end(self) -> None:
+        """Nothing is sent any more once this returns."""
+        self._stop()
+        await self.sent()
+
     def abandon(self) -> None:
-        """Nobody is there to hear of it."""
+        """No client is there to read them."""
         self._stop()
         if self._sent is not None:
             self._sent.cancel()
 
+    def _wait(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
     def _stop(self) -> None:
-        """Forgets the timer, which knows these pings: together they would be garbage that only a search finds."""
+        """Forgets what refers to these pings: together they would be garbage that only a search finds."""
+        self._first = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _look(self) -> None:
+        first, self._first = self._first, None
         if not self._spoken and (self._sent is None or self._sent.done()):
-            self._sent = asyncio.create_task(self._ping())
+            self._sent = asyncio.create_task(self._say(first))
         self._spoken = False
-        self.begin()
+        self._wait(PING_S)
 
-    async def _ping(self) -> None:
+    async def _say(self, first: Callable[[], Awaitable[None]] | None) -> None:
         """A connection that is gone is left for the answer's own next event to find."""
         try:
-            await self._send({"type": "http.response.body", "body": self._event, "more_body": True})
+            if first is not None:
+                await first()
+            else:
+                await self._send({"type": "http.response.body", "body": self._event, "more_body": True})
         except Exception:
             self._stop()
