@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import structlog
@@ -27,7 +28,7 @@ from services.gateway.http.messages import Anthropic, count_tokens, read_message
 from services.gateway.http.models import add_models
 from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.pages import add_pages
-from services.gateway.http.responses import kept_routes, read_response, reduce_response
+from services.gateway.http.responses import kept_routes, names_no_kept, read_response, reduce_response
 from services.gateway.http.running_settings import SettingsEndpoint
 from services.gateway.http.scores import read_rerank, read_score
 from services.gateway.http.targets import scrape_targets
@@ -60,7 +61,9 @@ def build_app(
     """
     # A request's span is ours: FastAPI's own would stand beside it, a second root of the same trace.
     plain = {"tracing": False, "metrics": False}
-    app = DescribedApp(title="Tandem", version=__version__, docs_url=None, redoc_url=None, telemetry=plain)
+    app = DescribedApp(
+        title="Tandem", version=__version__, docs_url=None, redoc_url=None, telemetry=plain, redirect_slashes=False
+    )  # fmt: skip
     cors = cors_of(front.settings)
     for path, read, reduce in GENERATING:
         dialect = RESPONSES if read is read_response else OPENAI
@@ -194,8 +197,10 @@ def _add_errors(app: FastAPI, front: FrontDesk, anthropic: Anthropic) -> None:
     async def explain(request: Request, error: Exception) -> JSONResponse:
         """Unknown paths and methods, in the shape of every other error."""
         assert isinstance(error, HTTPException)
-        refusal = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}")
-        return respond(request, refusal, error.status_code, error.headers or {})
+        status, detail, headers = error.status_code, error.detail, error.headers or {}
+        if status == HTTPStatus.METHOD_NOT_ALLOWED and names_no_kept(request.url.path):
+            status, detail, headers = HTTPStatus.NOT_FOUND, HTTPStatus.NOT_FOUND.phrase, {}
+        return respond(request, InvalidRequest(f"{request.method} {request.url.path}: {detail}"), status, headers)
 
     async def apologize(request: Request, error: Exception) -> JSONResponse:
         request_id = request_id_of(request.headers, front.new_id)

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway.http import schema
+from services.gateway.http import paths, schema
 from services.gateway.http.messages import CountTokensBody, MessagesBody
 from services.gateway.http.responses import KEPT, KEPT_BODIES, KEPT_QUERIES, Respond, ResponseBody
 
@@ -57,7 +57,18 @@ class DescribedApp(FastAPI):
         self.direct: dict[str, ASGIApp] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self.direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        if paths.has_more_slashes(scope["path"]):
+            asked, scope = scope["path"], paths.without_more_slashes(scope)
+            if asked.endswith("/") and scope["path"] in paths.PAGES:
+                await paths.show_page(scope["path"], scope, receive, send)
+                return
+        if scope["method"] == "HEAD":
+            await paths.answer_head(super().__call__, self.routes, scope, receive, send)
+            return
+        app = self.direct.get(scope["path"]) if scope["method"] == "POST" else None
         await (super().__call__ if app is None else app)(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:

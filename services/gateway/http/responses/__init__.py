@@ -1,7 +1,7 @@
 """OpenAI's Responses, put to the chat endpoint, answered in items and events of their own. The HTTP door may enter."""
 
 from services.gateway.http.responses.reading import read_response, reduce_response
-from services.gateway.http.responses.routes import KEPT, KEPT_BODIES, KEPT_QUERIES, Respond, kept_routes
+from services.gateway.http.responses.routes import KEPT, KEPT_BODIES, KEPT_QUERIES, Respond, kept_routes, names_no_kept
 from services.gateway.http.responses.schema import ResponseBody
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Respond",
     "ResponseBody",
     "kept_routes",
+    "names_no_kept",
     "read_response",
     "reduce_response",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -193,6 +194,7 @@ def _items(said: Sequence[Any], asked: Asked) -> list[Any]:
     return found
 
 
+NOT_KEPT = re.compile("/v1/(responses/(?!resp_)|conversations/(?!conv_)).")
 KEPT: Mapping[str, Mapping[str, Respond]] = {
     "/v1/responses/{name}": {"GET": get_response, "DELETE": delete_response},
     "/v1/responses/{name}/cancel": {"POST": cancel_response},
@@ -218,6 +220,11 @@ KEPT_QUERIES: Mapping[Respond, Mapping[str, Any]] = {
     list_input: PAGE,
     list_items: PAGE,
 }
+
+
+def names_no_kept(path: str) -> bool:
+    """Returns True if a path looks like one of these routes, but what it names is none that could be kept."""
+    return NOT_KEPT.match(path) is not None
 
 
 def kept_routes(front: FrontDesk, wall: Callable[[], float]) -> Iterator[Route]:

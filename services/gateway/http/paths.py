@@ -1,0 +1,43 @@
+"""Requests that mean another one: a slash too many in the path, and HEAD of what has only GET."""
+
+from __future__ import annotations
+
+from starlette.responses import RedirectResponse
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# Ids behind it are the clients' own, slashes and all.
+TRACES = "/debug/traces/"
+# Pages whose links are relative to their path.
+PAGES = frozenset(("/docs", "/console"))
+
+
+def has_more_slashes(path: str) -> bool:
+    """Returns True if a slash of the path could be left out."""
+    return "//" in path or (path[-1:] == "/" and path != "/")
+
+
+def without_more_slashes(scope: Scope) -> Scope:
+    """Returns the request, to the path that its client means. A redirect would lose a POST's body and, behind a proxy
+    that ends TLS, name the wrong scheme."""
+    path: str = scope["path"]
+    before, traces, name = path.partition(TRACES)
+    if traces and not before.strip("/"):
+        return {**scope, "path": traces + name}
+    return {**scope, "path": "/" + "/".join(filter(None, path.split("/")))}
+
+
+async def show_page(path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    """Leads a browser to a page that it has asked for with a slash behind its path."""
+    await RedirectResponse(f"..{path}")(scope, receive, send)
+
+
+async def answer_head(app: ASGIApp, routes: list[BaseRoute], scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers HEAD as GET, without the body, where the route does not do so itself."""
+
+    async def send_head(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    if not any(route.matches(scope)[0] is Match.FULL for route in routes):
+        scope = {**scope, "method": "GET"}
+    await app(scope, receive, send_head)
