@@ -139,7 +139,7 @@ class GatewaySettings(ClusterSettings):
     )
     max_body_bytes: int = Field(16 * 2**20, gt=0, description="of a request, on HTTP and on gRPC")
     header_timeout_s: float = Field(
-        30, gt=0, description="how long a client may take over the head of a request, the next one of a connection too"
+        30, gt=0, description="how long a client may take over a request's head; between two, it is kept for 75 s"
     )
     body_timeout_s: float = Field(30, gt=0, description="how long a client may take over its body")
     max_choices: int = Field(128, ge=1, description="most prompts times n of one request")

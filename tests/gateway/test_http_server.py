@@ -15,6 +15,7 @@ from services.gateway.errors import TimedOut
 from services.gateway.http import HttpServer
 from services.gateway.http.connections import SINCE_S
 from services.gateway.http.exchange import WATCH_S, Exchange
+from services.gateway.http.slow_heads import SlowHeads
 
 pytestmark = pytest.mark.fast
 
@@ -150,3 +151,47 @@ async def test_a_client_that_leaves_at_once_is_missed_a_moment_later() -> None:
         assert watching.asked[1] >= watching.asked[0] + WATCH_S * 0.9
     finally:
         await server.stop()
+
+
+async def test_a_connection_is_kept_between_two_requests_for_longer_than_a_head_may_take() -> None:
+    server = HttpServer(app, "127.0.0.1", 0, False, header_timeout_s=0.4)
+    await server.start()
+    running = asyncio.create_task(server.run())
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for begun in (b"", b"GET / HTT"):
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            async with asyncio.timeout(5.0):
+                assert b" 204 " in await reader.readuntil(b"\r\n\r\n")
+            await never_asked(server.port)  # is closed by then
+            await asyncio.sleep(0.2)
+            assert not reader.at_eof(), "nothing of its next request has come"
+            writer.write(begun)
+        async with asyncio.timeout(5.0):
+            assert await reader.read() == b"", "it is slow with the next one"
+        writer.close()
+    finally:
+        running.cancel()
+        await server.stop()
+
+
+async def never_asked(port: int) -> None:
+    """Returns once a new connection on which no request comes was closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(5.0):
+        assert await reader.read() == b""
+    writer.close()
+
+
+def test_a_head_is_late_by_its_own_time() -> None:
+    heads = SlowHeads(10.0)
+    assert [heads.is_late("new", now, now) for now in (100.0, 109.9, 110.0)] == [False, False, True]
+    heads.answered("kept", 100.0)
+    assert not heads.is_late("kept", came=99.9, now=170.0), "it waits between two requests"
+    assert [heads.is_late("kept", now - 1, now) for now in (171.0, 180.9, 181.0)] == [False, False, True]
+    heads.answered("kept", 181.5)
+    assert not heads.is_late("kept", came=181.4, now=182.0)
+    assert not heads.is_late("kept", came=183.0, now=184.0), "its next head has a time of its own"
+    heads.forget_others(["new"], since=190.0)
+    assert not heads.is_late("kept", came=180.0, now=200.0), "a new one has its address"
+    assert heads.is_late("new", came=200.0, now=200.0)

@@ -5,6 +5,7 @@
 The server takes as many as that, and the kernel keeps the next ones waiting. Once NEARLY all are there, those on which
 nothing runs are closed, longest idle first, down to half, so that those who wait, a health check too, come in.
 Idle is one between two requests, or before its first; a client that finds its own closed connects anew.
+Those whose client is slow with the head of a request are closed in any case: slow_heads.py.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from typing import Any
 import structlog
 
 from services.gateway.http.arrivals import SINCE_CAME, SINCE_SENT, TCP_INFO, Arrivals
+from services.gateway.http.slow_heads import SlowHeads
 
 log = structlog.get_logger(__name__)
 LOOK_S, AGAIN_S = 0.25, 0.05
 NEARLY = 3 / 4
 # Nothing has come for so long: a request that is just arriving is none of them.
 IDLE_MS = 500
+# How often connections are looked at within the time that a head may take, and how many of them between other work.
+LOOKS, IN_A_TURN = 4, 64
 # Files that are opened for a moment, connections to workers and Redis, pipes of the helper process.
 RESERVE = 64
 MOST = 2048
@@ -67,8 +71,9 @@ class Connections:
     SINCE_S of a scope: how long ago its request came, where that matters.
     """
 
-    def __init__(self, app: Any, port: int, most: int) -> None:
+    def __init__(self, app: Any, port: int, most: int, header_timeout_s: float) -> None:
         self._app, self._port, self.most = app, port, most
+        self._heads, self._heads_s = SlowHeads(header_timeout_s), header_timeout_s / LOOKS
         self._arrivals = Arrivals(port)
         self._busy: set[Any] = set()  # addresses of clients whose request runs
 
@@ -81,12 +86,34 @@ class Connections:
             await self._app(scope, receive, send)
         finally:
             self._busy.discard(client)
+            self._heads.answered(client, asyncio.get_running_loop().time())
 
     def close(self) -> None:
         self._arrivals.close()
 
     async def run(self) -> None:
         """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._make_room_again_and_again())
+            tasks.create_task(self._close_slow_heads())
+
+    async def _close_slow_heads(self) -> None:
+        now = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(self._heads_s)
+            began, seen = now(), set()
+            for number, one in enumerate(self._found(), 1):
+                seen.add(one.client)
+                is_busy = one.client in self._busy
+                if not is_busy and self._heads.is_late(one.client, now() - one.came_ms / 1000, now()):
+                    with suppress(OSError):
+                        one.connection.shutdown(socket.SHUT_RDWR)
+                one.connection.close()
+                if number % IN_A_TURN == 0:
+                    await asyncio.sleep(0)
+            self._heads.forget_others(seen, began)
+
+    async def _make_room_again_and_again(self) -> None:
         closed = 0
         while True:
             await asyncio.sleep(AGAIN_S if closed else LOOK_S)
@@ -127,13 +154,16 @@ class Connections:
             numbers = TCP_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size))
         except (OSError, IndexError, TypeError):
             return None
-        is_busy = (peer[0], str(peer[1])) in self._busy
-        return _Found(connection, 0 if is_busy else min(numbers[SINCE_SENT], numbers[SINCE_CAME]))
+        # The server's addresses have no zone.
+        client, came_ms = (peer[0].partition("%")[0], str(peer[1])), numbers[SINCE_CAME]
+        return _Found(connection, client, came_ms, 0 if client in self._busy else min(numbers[SINCE_SENT], came_ms))
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     connection: socket.socket
+    client: tuple[str, str]
+    came_ms: int  # since data last came
     idle_ms: int
 
 

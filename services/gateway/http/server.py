@@ -15,6 +15,7 @@ from granian.http import HTTP1Settings
 from granian.server.embed import Server
 
 from services.gateway.http.connections import MOST, Connections
+from services.gateway.http.slow_heads import KEPT_S
 from tandem.hosts import address, reached_from_here, resolved
 
 log = structlog.get_logger(__name__)
@@ -32,7 +33,7 @@ class HttpServer:
     def __init__(self, app: Any, host: str, port: int, shared: bool, header_timeout_s: float, most: int = MOST) -> None:
         """`most`: connections at once; the next ones wait in the kernel."""
         self._app, self._host, self.port, self._shared, self._most = app, host, port, shared, most
-        self._header_timeout_ms = round(1000 * header_timeout_s)
+        self._header_timeout_s = header_timeout_s
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -55,13 +56,13 @@ class HttpServer:
             await self._listen()
 
     async def _listen(self) -> None:
-        self._connections = Connections(self._app, self.port, self._most)
+        self._connections = Connections(self._app, self.port, self._most, self._header_timeout_s)
         self._server = Server(
             self._connections, address=self._address, port=self.port, interface=Interfaces.ASGINL, websockets=False,
             log_enabled=False, backlog=2048, backpressure=self._most,
             # HTTP/2 in the clear would be recognised by first bytes that are waited for without bound.
             http=HTTPModes.http1,
-            http1_settings=HTTP1Settings(header_read_timeout=self._header_timeout_ms),
+            http1_settings=HTTP1Settings(header_read_timeout=round(1000 * max(KEPT_S, self._header_timeout_s))),
         )  # fmt: skip
         self._task = asyncio.create_task(self._server.serve())
         async with asyncio.timeout(START_WAIT_S):
