@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import openai
+import orjson
 import pytest
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
@@ -18,6 +19,8 @@ from services.gateway import Gateway, GatewaySettings
 from services.gateway.__main__ import make_gateway
 from services.gateway.admission import FAIRNESS_ID
 from services.gateway.bodies import LARGE
+from services.gateway.http.responses import background
+from services.gateway.http.responses.recalling import kept_of
 from services.gateway.text import Tokenizer
 from tandem.local import RedisServer, free_ports
 from tests.fuzzing import collected
@@ -26,6 +29,7 @@ from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_fuzz import TYPED, VALUES
 
 ASKED: Any = {"model": MODEL, "input": "tell me", "extra_body": {"seed": 0}, "max_output_tokens": 4}
+KEY = {"authorization": "Bearer none"}  # the official client's
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +218,52 @@ async def test_a_background_stream_is_that_of_its_response(client: AsyncOpenAI) 
     last: Any = events[-1]
     assert (events[0].type, last.type) == ("response.created", "response.incomplete")
     assert (await client.responses.retrieve(last.response.id)).to_dict() == last.response.to_dict()
+
+
+async def test_a_background_stream_has_one_end(client: AsyncOpenAI) -> None:
+    """A reader that has had the end and comes again is told no other."""
+    events = [event async for event in await client.responses.create(**ASKED, background=True, stream=True)]
+    last: Any = events[-1]
+    number = last.sequence_number
+    for after, left in ((number - 2, events[-2:]), (number, []), (number + 1, [])):
+        stream = await client.responses.retrieve(last.response.id, stream=True, starting_after=after)
+        assert [event async for event in stream] == left
+
+
+async def test_an_end_that_is_kept_before_its_events_were_told_waits_for_them(
+    client: AsyncOpenAI, gateway: Gateway
+) -> None:
+    front = gateway.front
+    store = kept_of(front, front.access.tenant(front.access.authenticate(KEY), KEY, "", "user"))
+    assert store is not None
+    made = [event async for event in await client.responses.create(**ASKED, background=True, stream=True)]
+    last: Any = made[-1]
+    known = await store.events(last.response.id, 0)
+    name = last.response.id + "again"
+    await store.beat(name, known[:3], 60)
+    await store.keep({**orjson.loads(await store.response(last.response.id)), "id": name}, b"[]")
+    events = aiter(await client.responses.retrieve(name, stream=True))
+    assert [(await anext(events)).sequence_number for _ in range(3)] == [0, 1, 2]
+    waiting = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(2 * background.BEAT_S)
+    assert not waiting.done()
+    await store.beat(name, known[3:], 60)
+    rest = [await waiting, *[event async for event in events]]
+    assert [event.sequence_number for event in rest] == list(range(3, len(made)))
+
+
+async def test_a_cancelled_stream_has_one_end(client: AsyncOpenAI, http: httpx.AsyncClient, peers: Peers) -> None:
+    peers.decode.step_s = 0.02
+    queued = await client.responses.create(**LONG)
+    path = f"/v1/responses/{queued.id}"
+    http.headers.update(KEY)
+    assert (await http.post(f"{path}/cancel")).json()["status"] == "cancelled"
+    told = (await http.get(path, params={"stream": "true"})).text
+    assert told.count("event: response.cancelled") == 1
+    number = told.count("event: ") - 1
+    assert f'"sequence_number":{number}}}' in told
+    again = await http.get(path, params={"stream": "true", "starting_after": number})
+    assert again.text == "data: [DONE]\n\n"
 
 
 async def test_a_cancelled_response_frees_its_workers(client: AsyncOpenAI, gateway: Gateway, peers: Peers) -> None:

@@ -34,6 +34,7 @@ BEAT_S = 0.25
 ALIVE_S = 10
 RUNNING = ("queued", "in_progress")
 NUMBER = re.compile(rb'"sequence_number":(\d+)')
+LAST = -1  # of events
 ENDS = tuple(f"event: response.{end}\n".encode() for end in ("completed", "incomplete", "failed", "cancelled"))
 
 
@@ -119,9 +120,11 @@ class _Run:
         said, self._said = self._said, b""
         try:
             await self._kept.beat(self._events.id, split(said), ALIVE_S)
-        except Unavailable as error:
+        except BaseException as error:
+            self._said = said + self._said  # what is sent twice is there once
+            if not isinstance(error, Unavailable):
+                raise
             log.warning("events are not kept", response=self._events.id, error=error.message)
-            self._said = said + self._said
 
     async def _is_cancelled(self) -> bool:
         with suppress(Unavailable):
@@ -183,6 +186,7 @@ async def send_events(exchange: Exchange, kept: Kept, response_id: str, after: i
 
 
 async def _events(kept: Kept, response_id: str, after: int) -> AsyncIterator[bytes]:
+    """Yields events until the end, which a gateway that is gone or a cancelled response has not said itself."""
     while True:
         new = [event for event in await kept.events(response_id, after + 1) if _number(event) > after]
         for event in new:
@@ -190,12 +194,18 @@ async def _events(kept: Kept, response_id: str, after: int) -> AsyncIterator[byt
             if event.startswith(ENDS):
                 return
             after = _number(event)
-        if not new:
-            found = await current(kept, response_id)
-            if found["status"] not in RUNNING and not await kept.events(response_id, after + 1):
+        if new:
+            continue
+        found = await current(kept, response_id)
+        if found["status"] not in RUNNING:
+            last = b"".join(await kept.events(response_id, LAST))
+            if after > _number(last) or (after == _number(last) and last.startswith(ENDS)):
+                return  # the reader has had the end
+            # Until its gateway is gone, the end may yet come.
+            if after == _number(last) and (found["status"] == "cancelled" or not await kept.is_alive(response_id)):
                 yield _event(f"response.{found['status']}", {"response": found, "sequence_number": after + 1})
                 return
-            await asyncio.sleep(BEAT_S)
+        await asyncio.sleep(BEAT_S)
 
 
 def _number(event: bytes) -> int:
