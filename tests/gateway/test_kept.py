@@ -65,6 +65,7 @@ async def test_a_response_goes_on_from_another_at_any_gateway(
 ) -> None:
     first = await client.responses.create(**ASKED, instructions="be brief")
     assert first.to_dict()["store"] is True
+    counted = await client.responses.input_tokens.count(model=MODEL, input="more", previous_response_id=first.id)
     other = settings.model_copy(update={"http_port": free_ports(1)[0]})
     async with make_gateway(other) as gateway, client_of(f"http://127.0.0.1:{other.http_port}") as there:
         await eventually(lambda: gateway.front.readiness()[0])
@@ -75,6 +76,8 @@ async def test_a_response_goes_on_from_another_at_any_gateway(
         found = await there.responses.retrieve(last.response.id)
         assert found.to_dict() == last.response.to_dict()
         assert found.previous_response_id == first.id
+        assert found.usage
+        assert found.usage.input_tokens == counted.input_tokens
         items = await there.responses.input_items.list(found.id, order="asc")
         said: Any = [(item.to_dict()["role"], item.to_dict()["content"][0]["text"]) for item in items.data]  # type: ignore[index]
         assert said == [("user", "tell me"), ("assistant", first.output_text), ("user", "more")]

@@ -99,6 +99,22 @@ async def test_an_answer_that_is_cut_off_is_incomplete(client: AsyncOpenAI) -> N
     assert events[-1].type == "response.incomplete"
 
 
+async def test_input_tokens_are_counted_as_a_response_would_read_them(
+    http: httpx.AsyncClient, client: AsyncOpenAI, peers: Peers
+) -> None:
+    asked: Any = {"model": MODEL, "input": "tell me", "instructions": "be brief"}
+    counted = await client.responses.input_tokens.count(**asked)
+    made = await client.responses.create(**asked)
+    assert made.usage is not None
+    assert counted.to_dict() == {"object": "response.input_tokens", "input_tokens": made.usage.input_tokens}
+    answer = await http.post("/v1/responses/input_tokens", json={**asked, "metadata": {"x": "y"}, "x": "x" * LARGE})
+    assert answer.json() == counted.to_dict()
+    for said, param in (({"input": []}, "input"), ({"model": "other"}, "model"), ({"tools": [{"type": 1}]}, "tools")):
+        answer = await http.post("/v1/responses/input_tokens", json=asked | said)
+        assert answer.status_code in (400, 404)
+        assert answer.json()["error"]["param"].startswith(param)
+
+
 async def test_items_are_the_messages_that_a_chat_would_have(
     http: httpx.AsyncClient, client: AsyncOpenAI, peers: Peers
 ) -> None:

@@ -28,7 +28,7 @@ from services.gateway.http.messages import Anthropic, count_tokens, read_message
 from services.gateway.http.models import add_models
 from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.pages import add_pages
-from services.gateway.http.responses import kept_routes, names_no_kept, read_response, reduce_response
+from services.gateway.http.responses import count_input, kept_routes, names_no_kept, read_response, reduce_response
 from services.gateway.http.running_settings import SettingsEndpoint
 from services.gateway.http.scores import read_rerank, read_score
 from services.gateway.http.targets import scrape_targets
@@ -47,6 +47,11 @@ GENERATING = (
     ("/v1/embeddings", read_embeddings, large.embeddings),
     ("/v1/score", read_score, large.score),
     ("/v1/rerank", read_rerank, large.rerank),
+)
+OF_TEXT = (
+    ("/v1/responses/input_tokens", count_input, reduce_response),
+    ("/tokenize", tokenize, large.tokenize),
+    ("/detokenize", detokenize, large.detokenize),
 )
 
 
@@ -74,10 +79,7 @@ def build_app(
     _add_messages(app, front, wall, cors, anthropic)
     _refuse_upgrade(app)
     app.router.routes.extend(kept_routes(front, wall))
-    for path, respond, reduce in (
-        ("/tokenize", tokenize, large.tokenize),
-        ("/detokenize", detokenize, large.detokenize),
-    ):
+    for path, respond, reduce in OF_TEXT:
         app.router.routes.append(Route(path, TextEndpoint(front, respond, reduce), methods=["POST"]))
     _add_admin(app, front, running)
     _add_errors(app, front, anthropic)

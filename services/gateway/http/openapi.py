@@ -25,6 +25,7 @@ BODIES: Mapping[str, tuple[type[schema.Body], str]] = {
     "/v1/score": (schema.ScoreBody, "How alike texts are, as vLLM does"),
     "/v1/rerank": (schema.RerankBody, "The documents most like a query, as Jina and vLLM do"),
     "/v1/responses": (ResponseBody, "Answer items with items, as OpenAI's Responses do"),
+    "/v1/responses/input_tokens": (ResponseBody, "Count tokens of items, as OpenAI does"),
     "/v1/messages": (MessagesBody, "Answer messages, as Anthropic does"),
     "/v1/messages/count_tokens": (CountTokensBody, "Count tokens of messages, as Anthropic does"),
     "/tokenize": (schema.TokenizeBody, "Text or messages as token ids"),

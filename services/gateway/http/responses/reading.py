@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 from pydantic_core import to_json
 
+from services.gateway.access import Caller
 from services.gateway.bodies import Incoming, PromptBounds, is_large, rendered, small
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.chat import read_chat, read_messages, template_options
@@ -19,13 +20,13 @@ from services.gateway.http.responses.background import Background
 from services.gateway.http.responses.conversion import chat_of
 from services.gateway.http.responses.events import ResponseEvents
 from services.gateway.http.responses.fitting import newest, read_fitting, rendered_fitting
-from services.gateway.http.responses.recalling import items_of, recalled
+from services.gateway.http.responses.recalling import Keeping, items_of, recalled
 from services.gateway.http.responses.schema import ResponseBody, read_body
 from services.gateway.http.responses.tools import Toolbox, read_toolbox
 from services.gateway.http.schema import ChatBody, validated
 from services.gateway.llm import LLM
 from services.gateway.tools import read_tools
-from services.gateway.untrusted import ChatTemplate
+from services.gateway.untrusted import ChatTemplate, TemplateOptions
 
 # A chat's fields, and what they are called here.
 NAMES = {
@@ -43,12 +44,8 @@ async def read_response(llm: LLM, body: Incoming, check_turn: CheckTurn) -> Pars
     Raises:
         GatewayError
     """
-    said = found = read_body(body.fields)
-    whole, keeping = await recalled(llm, said, body)
-    if whole is not body:
-        if is_large(whole.fields):
-            whole = await llm.reduced(reduce_response, whole.fields, body.owner)
-        found = read_body(whole.fields)
+    said = read_body(body.fields)
+    found, whole, keeping = await _with_recalled(llm, said, body)
     if whole.prompts is not None:
         found.input = "in the prompt"
     box = read_toolbox(found.tools or (), found.tool_choice)
@@ -66,6 +63,38 @@ async def read_response(llm: LLM, body: Incoming, check_turn: CheckTurn) -> Pars
     return replace(parsed, param="input", envelope=frame, detach=detach)
 
 
+async def count_input(llm: LLM, body: Incoming, client: Caller) -> dict[str, Any]:
+    """Returns how many tokens a response to this body would read.
+
+    Raises:
+        GatewayError
+    """
+    said = read_body(body.fields)
+    llm.served(said.model, client)
+    found, whole, _ = await _with_recalled(llm, said, body)
+    text = whole.text
+    if text is None:
+        with own_names():
+            text = await llm.render_chat(*_rendering(found, read_toolbox(found.tools or (), found.tool_choice)))
+    ids = await llm.encode_chat(text, llm.access.cache_salt(body.owner, ""))
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+
+
+async def _with_recalled(llm: LLM, said: ResponseBody, body: Incoming) -> tuple[ResponseBody, Incoming, Keeping | None]:
+    whole, keeping = await recalled(llm, said, body)
+    if whole is body:
+        return said, body, keeping
+    if is_large(whole.fields):
+        whole = await llm.reduced(reduce_response, whole.fields, body.owner)
+    return read_body(whole.fields), whole, keeping
+
+
+def _rendering(found: ResponseBody, box: Toolbox) -> tuple[list[Mapping[str, Any]], TemplateOptions]:
+    asked = validated(ChatBody, to_json(chat_of(found, box)))
+    use = read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    return read_messages(asked.messages), template_options(asked, use)
+
+
 def reduce_response(
     body: bytes, bounds: PromptBounds, template: ChatTemplate | None, most: int | None = None
 ) -> Incoming:
@@ -81,9 +110,7 @@ def reduce_response(
     found.input = found.input if most is None else newest(found.input, most)
 
     def render() -> str:
-        asked = validated(ChatBody, to_json(chat_of(found, box)))
-        use = read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-        return rendered(read_messages(asked.messages), template_options(asked, use), template, bounds)
+        return rendered(*_rendering(found, box), template, bounds)
 
     with own_names():
         text = rendered_fitting(found, render)
