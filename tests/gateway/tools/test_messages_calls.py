@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -35,6 +36,8 @@ async def test_calls_are_the_same_blocks_whole_and_streamed(http: httpx.AsyncCli
         ("tool_use", "weather", {"city": "Malmö"})
     ] * 2
     assert len({one["id"] for one in calls}) == 2
+    assert all(re.fullmatch(r"toolu_\w{9,}", one["id"]) for one in calls)
+    assert re.fullmatch(r"msg_\w+", message["id"])
     begun: list[dict[str, Any]] = []
     parts: list[list[str]] = []
     ended = []
@@ -60,17 +63,18 @@ async def test_calls_are_the_same_blocks_whole_and_streamed(http: httpx.AsyncCli
 async def test_the_template_sees_tools_calls_and_results(
     http: httpx.AsyncClient, says: Any, tokenizer: Tokenizer
 ) -> None:
+    """And ids as the model's calls have them."""
     seen = says("Fine.")
     text = {"type": "text", "text": "cold"}
     results = [
-        {"type": "tool_result", "tool_use_id": "a", "content": [text, text]},
+        {"type": "tool_result", "tool_use_id": "toolu_a", "content": [text, text]},
         {"type": "tool_result", "tool_use_id": "b", "content": "no such place", "is_error": True},
         {"type": "tool_result", "tool_use_id": "c"},
         {"type": "text", "text": "so?"},
     ]
     history = [
         *ASKED["messages"],
-        {"role": "assistant", "content": [{"type": "text", "text": "Look:"}, USED]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Look:"}, {**USED, "id": "toolu_a"}]},
         {"role": "user", "content": results},
     ]
     message = await whole(http, messages=history)

@@ -22,6 +22,7 @@ from services.gateway.errors import GatewayError
 from services.gateway.generation import Answer, Delta
 from services.gateway.http.format import Framing, ParsedBody
 from services.gateway.http.messages.errors import error_body, status_of
+from services.gateway.http.messages.turns import CALL_ID
 from services.gateway.tools import Call, CallPart, parsed
 from tandem.v1 import llm_pb2
 
@@ -123,7 +124,8 @@ class MessageFrame(Framing):
 
     def _tool_use(self, name: str) -> dict[str, Any]:
         assert self._reading is not None  # or there were no call
-        return {"type": "tool_use", "id": self._reading.call_id(self._new_id()), "name": name, "input": {}}
+        unique = self._reading.call_id(self._new_id()).removeprefix("call_")
+        return {"type": "tool_use", "id": CALL_ID + unique, "name": name, "input": {}}
 
     def _block(self, kind: int | str, content: Mapping[str, Any]) -> bytes:
         """Its begin, unless it is the one that is open."""

@@ -21,6 +21,8 @@ from services.gateway.untrusted import ChatTemplate
 
 # What an agent says of itself, anew with each request: in a prompt it would leave nothing of the cache to be hit.
 BILLING = "x-anthropic-billing-header:"
+# What ids of calls begin with for clients. Templates get them without: some take ids of their own form alone.
+CALL_ID = "toolu_"
 
 
 @dataclass(slots=True)
@@ -122,7 +124,7 @@ def _turns_of(message: MessageParam, where: str) -> Iterator[_Turn]:
             case "assistant", "redacted_thinking":
                 pass
             case "user", "tool_result":
-                yield _Turn("tool", [_result(block, param)], answers=_string(block, "tool_use_id", param))
+                yield _Turn("tool", [_result(block, param)], answers=_call_id(block, "tool_use_id", param))
             case _:
                 yield _Turn(message.role, [_text(block, param)])
 
@@ -132,7 +134,11 @@ def _call(block: Mapping[str, Any], param: str) -> Mapping[str, Any]:
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{param}.input must be an object", f"{param}.input")
     function = {"name": _string(block, "name", param), "arguments": arguments}
-    return {"id": _string(block, "id", param), "type": "function", "function": function}
+    return {"id": _call_id(block, "id", param), "type": "function", "function": function}
+
+
+def _call_id(block: Mapping[str, Any], name: str, param: str) -> str:
+    return _string(block, name, param).removeprefix(CALL_ID)
 
 
 def _result(block: Mapping[str, Any], param: str) -> str:
