@@ -39,6 +39,11 @@ SAME: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"json": json.dumps(SCHEMA)},
         grammar.of_json_schema(SCHEMA),
     ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},  # a name is not asked for
+        {"json": json.dumps(SCHEMA)},
+        grammar.of_json_schema(SCHEMA),
+    ),
     ({"response_format": {"type": "json_object"}}, {"json_object": True}, grammar.of_json_schema({"type": "object"})),
     ({"structured_outputs": {"json": SCHEMA}}, {"json": json.dumps(SCHEMA)}, grammar.of_json_schema(SCHEMA)),
     ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}, grammar.of_regex("a+")),

@@ -98,7 +98,7 @@ class ChatFormat(Format):
         said: dict[str, Any] = {"content": delta.text, **self._reasoning(delta)}
         if delta.call_parts:
             said["tool_calls"] = [{"index": part.index, **self._call(part)} for part in delta.call_parts]
-        if len(said) > 1 and not delta.text:
+        if not delta.text and (len(said) > 1 or (delta.finish_reason and delta.choice in self._begun)):
             del said["content"]
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)

@@ -69,6 +69,7 @@ def prompt_in(seen: list[worker_pb2.SequenceSpec], tokenizer: Tokenizer) -> str:
 
 async def test_a_call_whole_and_streamed(client: AsyncOpenAI, says: Any, tokenizer: Tokenizer) -> None:
     seen = says(f"<think>\nWhere?\n</think>\n\nLet me look.\n{CALL}\n{CALL}")
+    last: Any = None
     whole = await client.chat.completions.create(**ASKED)
     choice = whole.choices[0]
     assert whole.usage
@@ -88,6 +89,7 @@ async def test_a_call_whole_and_streamed(client: AsyncOpenAI, says: Any, tokeniz
     pieces: dict[int, list[str]] = {}
     async for chunk in await client.chat.completions.create(**ASKED, stream=True):
         (part,) = chunk.choices
+        last = chunk.to_dict()
         text += part.delta.content or ""
         thoughts += getattr(part.delta, "reasoning_content", None) or ""
         reason = part.finish_reason or reason
@@ -96,6 +98,7 @@ async def test_a_call_whole_and_streamed(client: AsyncOpenAI, says: Any, tokeniz
                 begun.append((call.index, call.type, call.function.name))
             pieces.setdefault(call.index, []).append(call.function.arguments)
     assert (text, thoughts, reason) == ("Let me look.", "Where?", "tool_calls")
+    assert last["choices"][0]["delta"] == {}
     assert begun == [(0, "function", "weather"), (1, "function", "weather")]
     assert ["".join(pieces[i]) for i in (0, 1)] == [call.function.arguments for call in calls]
     assert min(map(len, pieces.values())) > 3
