@@ -49,6 +49,25 @@ async def test_an_event_says_the_same_whether_or_not_its_frame_was_kept(
             assert list(dict.fromkeys(map(shape, own))) == list(dict.fromkeys(map(shape, others)))
 
 
+async def test_the_chunk_with_the_finish_reason_says_nothing_else(http: httpx.AsyncClient) -> None:
+    parts = await events(http, "/v1/chat/completions", CHAT)
+    first, *_, last = (part["choices"][0] for part in parts)
+    assert (last["delta"], last["finish_reason"]) == ({}, "stop")
+    assert first["delta"]["role"] == "assistant"
+    assert isinstance(first["delta"]["content"], str)
+
+
+async def test_special_tokens_are_added_as_a_body_may_ask_for(http: httpx.AsyncClient, peers: Peers) -> None:
+    """By a chat's template, and else by the tokenizer."""
+    for path, body, happens in (("/v1/chat/completions", CHAT, False), ("/v1/completions", TEXTUAL, True)):
+        for more in ({}, {"add_special_tokens": happens}):
+            assert (await http.post(path, json=body | more)).status_code == 200
+        plain, asked = peers.decode.seen[-2:]
+        assert plain.token_ids == asked.token_ids
+        refused = await http.post(path, json={**body, "add_special_tokens": not happens})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_special_tokens")
+
+
 async def test_logprobs_have_a_refusal(http: httpx.AsyncClient) -> None:
     choice = (await http.post("/v1/chat/completions", json={**CHAT, "logprobs": True})).json()["choices"][0]
     assert choice["logprobs"]["refusal"] is None

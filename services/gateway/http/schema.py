@@ -6,8 +6,9 @@ not do is refused by name unless it asks for what happens anyway; one that nobod
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, create_model
 
@@ -27,7 +28,7 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (),
+    "add_special_tokens": (),  # but for `as_is` of a body
     "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
@@ -46,6 +47,8 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, defer_build=True)
+    # What of AS_IS this body may ask for in another way.
+    as_is: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
 
 class StreamOptions(Body):
@@ -91,6 +94,8 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
+    as_is = {"add_special_tokens": (True,)}
+
     prompt: Any
     echo: bool | None = None
     best_of: int | None = None
@@ -133,6 +138,8 @@ class ChatMessage(Body):
 
 
 class ChatBody(GenerationBody):
+    as_is = {"add_special_tokens": (False,)}  # the chat template writes them
+
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -242,7 +249,7 @@ def refuse_message_extras(message: ChatMessage, param: str) -> None:
 
 def _refuse_extras(body: Body, prefix: str) -> None:
     for name, value in (body.model_extra or {}).items():
-        if value is not None and name in AS_IS and value not in AS_IS[name]:
+        if value is not None and name in AS_IS and value not in body.as_is.get(name, AS_IS[name]):
             raise InvalidRequest(
                 f"{prefix}{name}: not supported by this server", prefix + name, "unsupported_parameter"
             )
