@@ -51,8 +51,7 @@ workers:
 pools:
 - {{name: p, role: prefill, model: m, replicas: 2}}
 - {{name: d, role: decode, model: m, replicas: 2}}
-gateway: {{replicas: 2, settings: {{http_port: {http}, grpc_port: {grpc}, disaggregation: require,
-    classes: {{interactive: {{ttft_s: null}}}}}}}}  # none refused: how long a restart takes is for the machine to say
+gateway: {{replicas: 2, settings: {{http_port: {http}, grpc_port: {grpc}, disaggregation: require}}}}
 redis: {{port: {redis}}}
 """
 

@@ -358,10 +358,7 @@ class SimulationSettings:
         return self._made[name]
 
     def _gateway(self, name: str) -> dict[str, Any]:
-        patient = {"classes": {"realtime": {"ttft_s": 5.0}, "interactive": {"ttft_s": 30.0}}}
-        return {
-            "disaggregation": self.shape.disaggregation, "timeout_s": self.shape.timeout_s, "insecure": True, **patient
-        }  # fmt: skip
+        return {"disaggregation": self.shape.disaggregation, "timeout_s": self.shape.timeout_s, "insecure": True}
 
     def _worker(self, name: str) -> dict[str, Any]:
         shape = self.shape
