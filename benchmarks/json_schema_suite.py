@@ -5,7 +5,7 @@
 
 A schema that grammars cannot follow is refused, which is right. Of others every value of the suite is tried, as text:
 an invalid one that the grammar takes ends it with 1. Grammars may be stricter than their schemas: of objects they want
-the properties in order. `format` is no part of this: the suite has it as optional.
+the properties in order, and no others. `format` is no part of this: the suite has it as optional.
 """
 
 from __future__ import annotations

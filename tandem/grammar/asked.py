@@ -1,6 +1,10 @@
 """Makes grammars, checked, of what clients ask their answers to look like. Runs in the gateway's helper process.
 
 Whatever is wrong with it is an InvalidGrammar that names the place; what it does to the process is for the helper.
+
+A call of a tool is held to the tool's schema as far as a grammar can hold it: keywords that no grammar can hold
+(`propertyNames`, `uniqueItems`, some formats) hold nothing, and a schema that is none even then leaves any object.
+A `strict` tool is held to all of its schema, or refused by name.
 """
 
 from __future__ import annotations
@@ -20,6 +24,10 @@ MAX_PLACES = 64  # looked at in search of what is wrong with a schema
 STACK_BYTES = 16 * 2**20
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 NESTED = ("properties", "patternProperties", "$defs", "definitions")
+# Each of a value's `tools` has a `schema`, says whether it is `strict`, and has the `place` of its schema in the body.
+OF_CALLS = ("call", "calls", "channel_call", "tagged_calls")
+Tools = Mapping[str, Mapping[str, Any]]
+ANY_OBJECT = {"type": "object"}
 INSIDE = ("items", "additionalProperties", "anyOf", "oneOf", "allOf", "prefixItems")
 
 
@@ -29,7 +37,7 @@ Behind = str | int | Mapping[str, str | int] | None
 def grammar_of(kind: str, value: Any, behind: Behind = None) -> str:
     """
     Args:
-        kind: one of KINDS, or "calls" or "channel_call".
+        kind: one of KINDS or OF_CALLS.
         behind: the text or special token that ends the thoughts before the answer, or gpt-oss' marks of messages.
 
     Raises:
@@ -37,13 +45,52 @@ def grammar_of(kind: str, value: Any, behind: Behind = None) -> str:
     """
     try:
         return _grammar_of(kind, value, behind)
-    except RecursionError:
-        raise InvalidGrammar("must not be nested so deeply") from None
-    except InvalidGrammar as error:
-        of_all = kind != "json" or error.problem.startswith("must ")
-        raise InvalidGrammar(error.problem, error.place or ("" if of_all else _place(value, error.problem))) from None
-    except ValueError as error:  # of llguidance, and of texts that are no Unicode
-        raise InvalidGrammar(str(error)) from None
+    except (RecursionError, ValueError) as error:
+        if kind in OF_CALLS:
+            return _held_in_part(kind, value, behind)
+        raise _named(error, kind, value) from None
+
+
+def _named(error: RecursionError | ValueError, kind: str, value: Any) -> InvalidGrammar:
+    """Returns the error with the place of what is wrong."""
+    if isinstance(error, RecursionError):
+        return InvalidGrammar("must not be nested so deeply")
+    if not isinstance(error, InvalidGrammar):  # of llguidance, and of texts that are no Unicode
+        return InvalidGrammar(str(error))
+    of_all = kind != "json" or error.problem.startswith("must ")
+    return InvalidGrammar(error.problem, error.place or ("" if of_all else _place(value, error.problem)))
+
+
+def _held_in_part(kind: str, value: Mapping[str, Any], behind: Behind) -> str:
+    """Returns a grammar of calls some of whose schemas no grammar can hold.
+
+    Raises:
+        InvalidGrammar: a strict tool has one, or they are too large together.
+    """
+    tools = {name: _holdable(name, tool) for name, tool in value["tools"].items()}
+    if tools == value["tools"]:  # each of them can be held, but not all
+        tools = {name: tool if tool["strict"] else {**tool, "schema": ANY_OBJECT} for name, tool in tools.items()}
+    try:
+        return _grammar_of(kind, {**value, "tools": tools}, behind)
+    except (RecursionError, ValueError):
+        raise InvalidGrammar("their schemas are too large together for an answer to be held to them") from None
+
+
+def _holdable(name: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the tool with so much of its schema as a grammar can hold."""
+    if tool["strict"]:
+        try:
+            grammar_of("json", tool["schema"])
+        except InvalidGrammar as error:
+            raise InvalidGrammar(f"tool {name!r}: {error.problem}", tool["place"] + error.place) from None
+        return tool
+    for schema in (tool["schema"], {**tool["schema"], "x-guidance": build.LENIENT}):
+        try:
+            _grammar_of("json", schema, None)
+            return {**tool, "schema": schema}
+        except (RecursionError, ValueError):
+            continue
+    return {**tool, "schema": ANY_OBJECT}
 
 
 def _grammar_of(kind: str, value: Any, behind: Behind) -> str:
@@ -120,18 +167,33 @@ def _structural_tag(value: Any) -> str:
     return build.of_tags(structures, triggers)
 
 
+def _call(value: Any) -> str:
+    (schema,) = _schemas(value["tools"]).values()
+    return _json(schema)
+
+
 def _calls(value: Any) -> str:
-    return build.of_calls(value["schemas"], None if value["parallel"] else 1)
+    return build.of_calls(_schemas(value["tools"]), None if value["parallel"] else 1)
 
 
 def _channel_call(value: Any) -> str:
-    return build.of_channel_call(value["schemas"], value["marks"])
+    return build.of_channel_call(_schemas(value["tools"]), value["marks"])
+
+
+def _tagged_calls(value: Any) -> str:
+    begin, end = value["tag"]
+    schemas = _schemas(value["tools"]).items()
+    tags = [{"begin": begin.format(name=json.dumps(name)), "schema": schema, "end": end} for name, schema in schemas]
+    return build.of_tags(tags, [value["trigger"]])
+
+
+def _schemas(tools: Tools) -> dict[str, Any]:
+    return {name: tool["schema"] for name, tool in tools.items()}
 
 
 BUILDERS: Mapping[str, Callable[[Any], str]] = {
     **dict(zip(KINDS, (_json, _regex, _choice, _own, _json_object, _structural_tag), strict=True)),
-    "calls": _calls,
-    "channel_call": _channel_call,
+    **dict(zip(OF_CALLS, (_call, _calls, _channel_call, _tagged_calls), strict=True)),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, grammar_from
 
+from tandem.grammar.closed import closed
 from tandem.grammar.depth import check_lark, check_schema
 from tandem.grammar.errors import InvalidGrammar
 from tandem.grammar.flat import pattern_of
@@ -18,6 +19,8 @@ from tandem.grammar.flat import pattern_of
 # Between the parts of JSON: a space, or a new line and its indentation.
 WHITESPACE = r" ?|\n[ \t]{0,20}"
 LARK = "x-lark"  # of a string's schema: the grammar that it follows
+# As a schema's `x-guidance`: keywords that no grammar can hold hold nothing.
+LENIENT: Mapping[str, Any] = {"lenient": True, "coerce_one_of": True}
 LITERAL = ("const", "enum", "default", "examples")
 
 
@@ -81,8 +84,7 @@ def of_calls(schemas: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
     for i, (name, schema) in enumerate(schemas.items()):
         check_schema(schema)
         begin = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-        spaced = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-        rules += [f'call_{i}: {begin} arguments_{i} "}}"', f"arguments_{i}: %json {_json(spaced)}"]
+        rules += [f'call_{i}: {begin} arguments_{i} "}}"', f"arguments_{i}: %json {_arguments(schema)}"]
     return LLMatcher.grammar_from_lark("\n".join(rules))
 
 
@@ -114,9 +116,13 @@ def of_channel_call(schemas: Mapping[str, Mapping[str, Any]], marks: Mapping[str
         check_schema(schema)
         to = json.dumps(f"commentary to=functions.{name} ")
         head = f'{_mark(marks["channel"])} {to} {_mark(marks["constrain"])} "json" {_mark(marks["message"])}'
-        spaced = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-        rules += [f"call_{i}: {head} arguments_{i}", f"arguments_{i}: %json {_json(spaced)}"]
+        rules += [f"call_{i}: {head} arguments_{i}", f"arguments_{i}: %json {_arguments(schema)}"]
     return LLMatcher.grammar_from_lark("\n".join(rules) + "\n" + _thoughts(marks))
+
+
+def _arguments(schema: Mapping[str, Any]) -> str:
+    lenient = LENIENT if schema.get("x-guidance") == LENIENT else {}
+    return _json({**schema, "x-guidance": {**lenient, "whitespace_pattern": WHITESPACE}})
 
 
 def _thoughts(marks: Mapping[str, str | int]) -> str:
@@ -175,6 +181,8 @@ def limits() -> LLParserLimits:
 
 
 def _json(schema: Any) -> str:
+    """Returns a schema's text as grammars take it: with its objects closed."""
+    schema = closed(schema)
     try:
         text = json.dumps(schema, allow_nan=False)
     except ValueError:

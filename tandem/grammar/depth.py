@@ -30,7 +30,7 @@ def check_schema(schema: Any, place: str = "") -> None:
     """
     if max((depth for _, depth in _walked(schema)), default=0) > MAX_NESTING:
         raise InvalidGrammar(f"must not be nested deeper than {MAX_NESTING}", place)
-    refers = {id(part): target for part, _ in _walked(schema) if (target := _target(schema, part)) is not None}
+    refers = {id(part): target for part, _ in _walked(schema) if (target := target_of(schema, part)) is not None}
     seen: set[int] = set()
     waiting = [(schema, 1)]
     while waiting:
@@ -76,7 +76,7 @@ def _inside(part: Any) -> list[Any]:
     return [inner for inner in inside if isinstance(inner, Mapping | list)]
 
 
-def _target(schema: Any, part: Any) -> Any:
+def target_of(schema: Any, part: Any) -> Any:
     """The part that a part refers to within its schema; None where it does not, or to nothing."""
     said = part.get("$ref") if isinstance(part, Mapping) else None
     if not isinstance(said, str) or not said.startswith("#"):

@@ -44,7 +44,7 @@ FOLLOWED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "object"}, [{}, {"a": {"b": 1}}], [[], None]),
     (
         {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-        [{"a": 1}, {"a": 1, "more": "x"}],
+        [{"a": 1}],
         [{}, {"a": "1"}, {"b": 1}],
     ),
     (
@@ -68,6 +68,30 @@ FOLLOWED: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "object", "properties": {"a": False}}, [{}], [{"a": 1}]),
     ({"title": "t", "description": "d", "default": 1, "examples": [2], "type": "integer"}, [1], ["1"]),
 ]  # fmt: skip
+X = {"properties": {"a": {}, "x": {"properties": {"n": {}}}}, "required": ["a"]}
+Y = {"properties": {"b": {}, "x": {"properties": {"m": {}}}}, "required": ["b"]}
+REF = {"$ref": "#/$defs/x"}
+# A schema that closes no object by itself, values that are taken, and valid values that are not.
+CLOSED: list[tuple[Any, list[Any], list[Any]]] = [
+    ({"type": "object", "properties": {"a": {}}}, [{}, {"a": 1}], [{"a": 1, "b": 2}, {"b": 2}]),
+    ({"type": "object", "properties": {}}, [{}], [{"a": 1}]),
+    ({"type": "array", "items": X}, [[{"a": 1, "x": {"n": 1}}]], [[{"a": 1, "b": 1}], [{"a": 1, "x": {"m": 1}}]]),
+    ({"anyOf": [X, Y]}, [{"a": 1}, {"b": 1}], [{"a": 1, "b": 1}]),
+    ({**REF, "$defs": {"x": X}}, [{"a": 1}], [{"a": 1, "b": 1}]),
+    ({"properties": {"x": {"allOf": [REF], "description": "d"}}, "$defs": {"x": X}}, [{"x": {"a": 1}}], [{"y": 1}]),
+    ({**X, "anyOf": [{"required": ["a"]}, {"required": ["x"]}]}, [{"a": 1}], [{"a": 1, "b": 1}]),
+    # What names properties elsewhere, or asks for others, stays open.
+    ({"type": "object"}, [{}, {"a": 1}], []),
+    ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, [{"a": 1, "b": 2}], []),
+    ({"properties": {"a": {}}, "additionalProperties": {"type": "null"}, "type": "object"}, [{"b": None}], []),
+    ({"properties": {"a": {}}, "patternProperties": {"^n_": {}}, "type": "object"}, [{"a": 1, "n_b": 2}], []),
+    ({"properties": {"a": {}}, "required": ["b"], "type": "object"}, [{"a": 1, "b": 2}], []),
+    ({"allOf": [X, Y]}, [{"a": 1, "x": {"n": 1, "m": 1}, "b": 1}], []),
+    ({**X, **REF, "$defs": {"x": Y}}, [{"a": 1, "x": {"n": 1, "m": 1}, "b": 1}], []),
+    ({**X, "anyOf": [Y, {"required": ["a"]}]}, [{"a": 1, "x": {"n": 1, "m": 1}, "b": 1}], []),
+    ({"const": {"properties": {"a": {}}}}, [{"properties": {"a": {}}}], []),
+    ({"enum": [{"properties": {"a": {}}}]}, [{"properties": {"a": {}}}], []),
+]
 # A schema that says more than a grammar can follow, where, and what.
 REFUSED: list[tuple[Any, str, str]] = [
     ({"not": {"type": "string"}}, "", "not"),
@@ -107,9 +131,36 @@ def test_what_is_taken_is_valid(schema: Any, valid: list[Any], invalid: list[Any
         assert not takes(grammar, cut)
 
 
+@pytest.mark.parametrize(("schema", "taken", "closed_out"), CLOSED, ids=lambda value: str(value)[:40])
+def test_objects_have_the_properties_that_are_named(schema: Any, taken: list[Any], closed_out: list[Any]) -> None:
+    judge, before = Draft202012Validator(schema), json.dumps(schema)
+    assert all(map(judge.is_valid, taken + closed_out))
+    grammar = made(schema)
+    for value in taken:
+        assert takes(grammar, json.dumps(value)), value
+    for value in closed_out:
+        assert not takes(grammar, json.dumps(value)), value
+    assert json.dumps(schema) == before
+
+
 @pytest.mark.parametrize(("schema", "place", "words"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_cannot_be_followed_is_refused_with_its_place(schema: Any, place: str, words: str) -> None:
     with pytest.raises(InvalidGrammar) as refused:
         made(schema)
     assert refused.value.place == place
     assert words in refused.value.problem
+
+
+def test_calls_whose_schemas_are_too_large_together_hold_no_arguments() -> None:
+    """They hold those of tools that are strict, or there is no grammar."""
+    large = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(100)}}
+    small = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools: dict[str, Any] = {f"f{i}": {"schema": large, "strict": False, "place": f"[{i}]"} for i in range(120)}
+    tools["small"] = {"schema": small, "strict": True, "place": "[120]"}
+    grammar = grammar_of("calls", {"tools": tools, "parallel": True})
+    assert takes(grammar, '[{"name": "f1", "arguments": {"other": 1}}]')
+    assert takes(grammar, '[{"name": "small", "arguments": {"a": 1}}]')
+    assert not takes(grammar, '[{"name": "small", "arguments": {"a": "x"}}]')
+    strict = {name: {**tool, "strict": True} for name, tool in tools.items()}
+    with pytest.raises(InvalidGrammar, match="too large together"):
+        grammar_of("calls", {"tools": strict, "parallel": True})

@@ -100,8 +100,8 @@ def tags(schema: Any) -> str:
     return json.dumps({**TAGS, "structures": [{"begin": "<f>", "schema": schema, "end": "</f>"}]})
 
 
-def tool(schema: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+def tool(schema: Any, name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
 
 
 DEEP: Any = {}
@@ -153,8 +153,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "deeper than 1000",
     ),
     (
-        {"tools": [tool(references(2000))], "tool_choice": "required"},
-        "tools.function.parameters",
+        {"tools": [tool({}), tool(references(2000), name="g", strict=True)], "tool_choice": "required"},
+        "tools[1].function.parameters",
         "deeper than 1000",
     ),
     # What was an error of the server.

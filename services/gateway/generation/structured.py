@@ -7,17 +7,14 @@ guided_json, guided_regex, guided_choice, guided_grammar      older names of the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
 from services.gateway.text import Tokenizer
-from services.gateway.tools import CallFormat, ReadingPlan, ToolUse
+from services.gateway.tools import CallFormat, ReadingPlan, Schemas, ToolUse
 from tandem.grammar import KINDS, Behind
-
-CALLS = "tools.function.parameters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ def held_to(
 def _in_messages(use: ToolUse | None, said: Structure | None, marks: Mapping[str, str | int]) -> Structure | None:
     """In a format with messages calls are held to it: one an answer, for the end of a call ends the answer."""
     if use and (use.required or use.named is not None):
-        return Structure("channel_call", {"schemas": use.schemas, "marks": marks}, CALLS)
+        return _called("channel_call", use, use.schemas, marks=marks)
     return replace(said, behind=marks) if said else None
 
 
@@ -56,24 +53,22 @@ def _of_strict(use: ToolUse, calls: type[CallFormat]) -> Structure | None:
     """Free text, and calls whose arguments follow their schemas; None where the format has no place to say so."""
     if calls.strict_tag is None:
         return None
-    begin, end = calls.strict_tag
-    structures = [
-        {
-            "begin": begin.format(name=json.dumps(name)),
-            "schema": schema if name in use.strict else {"type": "object"},
-            "end": end,
-        }
-        for name, schema in use.schemas.items()
-    ]
-    return Structure("structural_tag", {"structures": structures, "triggers": [calls.begins[0]]}, CALLS)
+    held = {name: schema if name in use.strict else {"type": "object"} for name, schema in use.schemas.items()}
+    return _called("tagged_calls", use, held, tag=calls.strict_tag, trigger=calls.begins[0])
 
 
 def _of_calls(use: ToolUse) -> Structure | None:
     if use.named is not None:
-        return Structure("json", use.schemas[use.named], CALLS)
-    if use.required:
-        return Structure("calls", {"schemas": use.schemas, "parallel": use.parallel}, CALLS)
-    return None
+        return _called("call", use, use.schemas)
+    return _called("calls", use, use.schemas, parallel=use.parallel) if use.required else None
+
+
+def _called(kind: str, use: ToolUse, schemas: Schemas, **more: Any) -> Structure:
+    tools = {
+        name: {"schema": schema, "strict": name in use.strict, "place": use.places[name]}
+        for name, schema in schemas.items()
+    }
+    return Structure(kind, {"tools": tools, **more}, "tools")
 
 
 def read_structure(said: Mapping[str, Any], param: str) -> Structure:

@@ -27,6 +27,7 @@ class ToolUse:
     tools: Sequence[Mapping[str, Any]]  # as the client gave them, for the chat template
     schemas: Mapping[str, Mapping[str, Any]]  # parameters by name, those of the named one only
     strict: frozenset[str]
+    places: Mapping[str, str]  # of the schemas in `tools` of the body, by name
     required: bool
     named: str | None
     parallel: bool
@@ -60,6 +61,7 @@ def read_tools(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) 
         tools=tools,
         schemas=schemas if named is None else {named: schemas[named]},
         strict=frozenset(function["name"] for function in functions if function.get("strict")),
+        places={function["name"]: f"[{i}].function.parameters" for i, function in enumerate(functions)},
         required=choice == "required",
         named=named,
         parallel=parallel is not False,

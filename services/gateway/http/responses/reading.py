@@ -131,8 +131,10 @@ def _renamed(error: InvalidRequest) -> InvalidRequest:
     first, *_ = (error.param or "").replace("[", ".").split(".")
     if first not in NAMES or error.param is None:
         return error
-    message, param = (text.replace(first, NAMES[first], 1) for text in (error.message, error.param))
-    return InvalidRequest(message, param.replace(".function.", "."), error.code)
+    message, param = (
+        text.replace(first, NAMES[first], 1).replace(".function.", ".") for text in (error.message, error.param)
+    )
+    return InvalidRequest(message, param, error.code)
 
 
 def _echo(body: ResponseBody, box: Toolbox, parsed: ParsedBody) -> dict[str, Any]:
