@@ -7,7 +7,9 @@ import re
 from typing import Any
 
 import httpx
+import pytest
 
+from benchmarks.json_schema_suite import takes
 from services.gateway.text import Tokenizer
 from tests.gateway.peers import MODEL
 from tests.gateway.test_messages import said
@@ -114,3 +116,33 @@ async def test_strict_tools_are_held_to_their_schema(http: httpx.AsyncClient, sa
     held, free = (spec.sampling.grammar for spec in (seen[0], seen[-1]))
     assert "city" in held
     assert not free
+
+
+CLIENT_TOOLS = [
+    ("bash_20250124", "bash", {"command": "ls"}, {"path": "/x"}),
+    ("text_editor_20250124", "str_replace_editor", {"command": "undo_edit", "path": "/x"}, {"command": "undo_edit"}),
+    (
+        "text_editor_20250728",
+        "str_replace_based_edit_tool",
+        {"command": "view", "path": "/x", "view_range": [1, -1]},
+        {"command": "undo_edit", "path": "/x"},
+    ),
+    ("memory_20250818", "memory", {"command": "view", "path": "/memories"}, {"command": "forget"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "input_", "wrong"), CLIENT_TOOLS)
+async def test_tools_that_the_client_runs_are_offered_with_their_schemas(
+    http: httpx.AsyncClient, says: Any, tokenizer: Tokenizer, kind: str, name: str, input_: Any, wrong: Any
+) -> None:
+    seen = says(json.dumps(input_))
+    tools = [{"type": kind, "name": name, "max_characters": 9, "cache_control": {"type": "ephemeral"}}, *TOOLS]
+    message = await whole(http, tools=tools, tool_choice={"type": "tool", "name": name})
+    assert [(one["type"], one["name"], one["input"]) for one in message["content"]] == [("tool_use", name, input_)]
+    assert takes(seen[0].sampling.grammar, json.dumps(input_))
+    assert not takes(seen[0].sampling.grammar, json.dumps(wrong))
+    assert prompt_in(seen, tokenizer).startswith(f"[{name}][weather][time]<user>")
+    counted = await http.post(
+        "/v1/messages/count_tokens", json={"model": MODEL, "messages": ASKED["messages"], "tools": tools}
+    )
+    assert counted.json() == {"input_tokens": len(seen[0].token_ids)}

@@ -2,6 +2,7 @@
 
 Tools with `defer_loading` are offered once a result names them as `tool_reference`: the client searches for them. Where
 Anthropic would search (`tool_search_tool_...`), all are offered and the search is left out: nothing is hidden from it.
+Tools that the client runs and Anthropic has made (`bash_...`, `text_editor_...`, `memory_...`) get their schemas here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
+from services.gateway.http.messages.client_tools import client_tool
 from services.gateway.http.messages.schema import CountTokensBody, ToolParam
 
 SEARCHES = "tool_search_tool_"
@@ -47,12 +49,13 @@ def _referenced(body: CountTokensBody) -> Iterator[str]:
 
 
 def _function(tool: ToolParam, param: str) -> dict[str, Any]:
+    description, schema = tool.description, tool.input_schema
     if tool.type not in (None, "custom"):
-        where = f"{param}.type"
-        raise InvalidRequest(f"{where}: only custom tools run here, got {tool.type!r}", where, "unsupported_parameter")
-    if tool.input_schema is None:
+        if (known := client_tool(tool.type)) is None:
+            where, what = f"{param}.type", "custom, bash_…, text_editor_… or memory_…, which the client runs"
+            raise InvalidRequest(f"{where} must be {what}, got {tool.type!r}", where, "unsupported_parameter")
+        description, schema = description or known[0], schema or dict(known[1])
+    if schema is None:
         raise InvalidRequest(f"{param}.input_schema is required", f"{param}.input_schema")
-    function = {
-        "name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict
-    }  # fmt: skip
+    function = {"name": tool.name, "description": description, "parameters": schema, "strict": tool.strict}
     return {"type": "function", "function": {name: said for name, said in function.items() if said is not None}}

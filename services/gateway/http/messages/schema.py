@@ -23,7 +23,7 @@ class MessageParam(Body):
 
 
 class ToolParam(Body):
-    """`input_schema` is missing in tools that only Anthropic hosts."""
+    """`input_schema` is missing in tools that Anthropic has made."""
 
     name: str
     type: str | None = None
