@@ -89,7 +89,7 @@ def test_it_is_found_where_a_schema_names_it_and_nowhere_else() -> None:
         grammar_of("json", schema)
     with pytest.raises(InvalidGrammar, match="exclude each other"):
         grammar_of("json", {"type": "string", "x-lark": "start: /a/", "pattern": "a"})
-    tool = {"schema": within('start: "a"'), "strict": True, "place": ""}
+    tool = {"schema": within('start: "a"'), "strict": True, "place": "", "inside": True}
     calls = {"tools": {"f": tool}, "parallel": False}
     assert follows("calls", calls, '[{"name": "f", "arguments": {"input": "a"}}]')
     assert not follows("calls", calls, '[{"name": "f", "arguments": {"input": "b"}}]')

@@ -24,7 +24,8 @@ MAX_PLACES = 64  # looked at in search of what is wrong with a schema
 STACK_BYTES = 16 * 2**20
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 NESTED = ("properties", "patternProperties", "$defs", "definitions")
-# Each of a value's `tools` has a `schema`, says whether it is `strict`, and has the `place` of its schema in the body.
+# Each of a value's `tools` has a `schema`, says whether it is `strict`, and has the `place` of its schema in the body,
+# from where errors go on to what is wrong `inside`, where the client has written the schema itself.
 OF_CALLS = ("call", "calls", "channel_call", "tagged_calls")
 Tools = Mapping[str, Mapping[str, Any]]
 ANY_OBJECT = {"type": "object"}
@@ -82,7 +83,8 @@ def _holdable(name: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             grammar_of("json", tool["schema"])
         except InvalidGrammar as error:
-            raise InvalidGrammar(f"tool {name!r}: {error.problem}", tool["place"] + error.place) from None
+            place = tool["place"] + (error.place if tool["inside"] else "")
+            raise InvalidGrammar(f"tool {name!r}: {error.problem}", place) from None
         return tool
     for schema in (tool["schema"], {**tool["schema"], "x-guidance": build.LENIENT}):
         try:

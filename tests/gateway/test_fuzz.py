@@ -40,7 +40,8 @@ TYPES = (
 )  # fmt: skip
 # Tools and items of responses, with fields that they have and some that are wrong.
 KEYS = ("name", "namespace", "tools", "format", "parameters", "description", "strict", "mode", "call_id", "arguments",
-        "input", "output", "role", "content", "id")  # fmt: skip
+        "input", "output", "role", "content", "id", "function", "custom", "allowed_tools", "grammar", "syntax",
+        "definition", "tool_calls")  # fmt: skip
 TYPED = st.recursive(
     st.fixed_dictionaries({"type": st.sampled_from(TYPES), "name": st.sampled_from(("a", "b"))}),
     lambda inner: st.builds(
@@ -68,6 +69,34 @@ RESPONSES = st.fixed_dictionaries(
         "truncation": st.sampled_from(("auto", "disabled")) | VALUES,
     },
 ).map(lambda said: json.dumps(said).encode())
+# What a chat says of tools: each kind below its own name.
+CHAT_TOOLS = st.builds(
+    lambda kind, inner, more: {"type": kind, kind: inner, **more},
+    st.sampled_from(("function", "custom", "allowed_tools")),
+    TYPED | LARKS | st.dictionaries(st.sampled_from(KEYS), VALUES | st.lists(TYPED, max_size=2), max_size=4),
+    st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=1),
+)
+CHATS = st.fixed_dictionaries(
+    {
+        "model": st.just(MODEL),
+        "max_tokens": st.just(2),
+        "messages": st.lists(
+            st.builds(
+                lambda calls, said: {"role": "assistant", "tool_calls": calls, **said},
+                st.lists(CHAT_TOOLS, max_size=2),
+                st.dictionaries(st.just("content"), VALUES, max_size=1),
+            )
+            | st.just({"role": "user", "content": "x"}),
+            min_size=1,
+            max_size=3,
+        ),
+    },
+    optional={
+        "tools": st.lists(CHAT_TOOLS, max_size=3),
+        "tool_choice": CHAT_TOOLS | VALUES | st.sampled_from(("required", "auto")),
+        "stream": st.booleans(),
+    },
+).map(lambda said: json.dumps(said).encode())
 BODIES = st.one_of(
     st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5).map(
         lambda said: json.dumps({"model": MODEL, "prompt": "x", "input": "x", "max_tokens": 2, **said}).encode()
@@ -89,7 +118,8 @@ NAMES = (
 WORDS = (
     "text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking", "image", "document", "user",
     "assistant", "system", "enabled", "disabled", "adaptive", "omitted", "json_schema", "object", "auto", "any", "tool",
-    "none", "custom", "tool_search_tool_regex_20251119", "ephemeral", "f", "low",
+    "none", "custom", "tool_search_tool_regex_20251119", "bash_20250124", "text_editor_20250728", "memory_20250818",
+    "web_search_20250305", "ephemeral", "f", "low",
 )  # fmt: skip
 LIKELY = st.recursive(
     st.sampled_from(WORDS) | VALUES,
@@ -163,6 +193,19 @@ async def test_tools_and_items_of_responses(gateway: Gateway, http: httpx.AsyncC
     for body in collected(RESPONSES, 120):
         answer = await http.post("/v1/responses", content=body, headers={"x-request-timeout-ms": "30000"})
         seen.append((answer.status_code, body))
+    assert [body for status, body in seen if status not in (200, 400)] == []
+    assert {status for status, _ in seen} == {200, 400}
+    await eventually(lambda: gateway.front.readiness()[0])
+
+
+@pytest.mark.long
+async def test_tools_and_calls_of_chats(gateway: Gateway, http: httpx.AsyncClient, says: Any) -> None:
+    says('<tool_call>{"name": "a", "arguments": {"input": "x"}}</tool_call>')
+    seen: list[tuple[int, bytes]] = []
+    for body in collected(CHATS, 120):
+        answer = await http.post("/v1/chat/completions", content=body, headers={"x-request-timeout-ms": "30000"})
+        seen.append((answer.status_code, body))
+        assert answer.status_code == 200 or answer.json()["error"]["param"], body
     assert [body for status, body in seen if status not in (200, 400)] == []
     assert {status for status, _ in seen} == {200, 400}
     await eventually(lambda: gateway.front.readiness()[0])

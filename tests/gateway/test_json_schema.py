@@ -155,8 +155,10 @@ def test_calls_whose_schemas_are_too_large_together_hold_no_arguments() -> None:
     """They hold those of tools that are strict, or there is no grammar."""
     large = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(100)}}
     small = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    tools: dict[str, Any] = {f"f{i}": {"schema": large, "strict": False, "place": f"[{i}]"} for i in range(120)}
-    tools["small"] = {"schema": small, "strict": True, "place": "[120]"}
+    tools: dict[str, Any] = {
+        f"f{i}": {"schema": large, "strict": False, "place": f"[{i}]", "inside": True} for i in range(120)
+    }
+    tools["small"] = {"schema": small, "strict": True, "place": "[120]", "inside": True}
     grammar = grammar_of("calls", {"tools": tools, "parallel": True})
     assert takes(grammar, '[{"name": "f1", "arguments": {"other": 1}}]')
     assert takes(grammar, '[{"name": "small", "arguments": {"a": 1}}]')

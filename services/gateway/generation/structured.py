@@ -65,7 +65,12 @@ def _of_calls(use: ToolUse) -> Structure | None:
 
 def _called(kind: str, use: ToolUse, schemas: Schemas, **more: Any) -> Structure:
     tools = {
-        name: {"schema": schema, "strict": name in use.strict, "place": use.places[name]}
+        name: {
+            "schema": schema,
+            "strict": name in use.strict,
+            "place": use.places[name],
+            "inside": name not in use.custom,
+        }
         for name, schema in schemas.items()
     }
     return Structure(kind, {"tools": tools, **more}, "tools")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from services.gateway.bodies import Incoming
@@ -13,7 +14,16 @@ from services.gateway.http.format import CheckTurn, Format, Made, Name, ParsedBo
 from services.gateway.llm import LLM
 from services.gateway.model import budget_of, template_variables
 from services.gateway.text import Tokenizer
-from services.gateway.tools import Call, CallPart, ReadingPlan, ToolUse, plan_reading, read_call, read_tools
+from services.gateway.tools import (
+    Call,
+    CallPart,
+    OnlyString,
+    ReadingPlan,
+    ToolUse,
+    plan_reading,
+    read_call,
+    read_tools,
+)
 from services.gateway.untrusted import ROLES, TemplateOptions
 from tandem.v1 import llm_pb2
 
@@ -81,6 +91,7 @@ def _format(llm: LLM, body: schema.ChatBody, reading: ReadingPlan | None) -> Cha
         namer(llm.model.tokenizer, body),
         lambda: reading.call_id(llm.new_id()) if reading else "",
         body.include_reasoning is not False,
+        reading.use.custom if reading and reading.use else frozenset(),
     )
 
 
@@ -88,16 +99,22 @@ class ChatFormat(Format):
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     prompt_logprobs_in_choice = False
 
-    def __init__(self, tokenizer: Tokenizer, name: Name, new_call_id: Callable[[], str], with_reasoning: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, name: Name, new_call_id: Callable[[], str], with_reasoning: bool,
+        custom: frozenset[str],
+    ) -> None:  # fmt: skip
+        """`custom`: names of the custom tools."""
         self._tokenizer, self._name = tokenizer, name
         self._new_call_id = new_call_id
         self._with_reasoning = with_reasoning
+        self._custom = custom
+        self._inputs: dict[tuple[int, int], OnlyString] = {}  # of custom tools' calls, by choice and index
         self._begun: set[int] = set()
 
     def delta(self, delta: Delta, made: Made) -> dict[str, Any]:
         said: dict[str, Any] = {"content": delta.text, **self._reasoning(delta)}
-        if delta.call_parts:
-            said["tool_calls"] = [{"index": part.index, **self._call(part)} for part in delta.call_parts]
+        if calls := self._call_parts(delta):
+            said["tool_calls"] = calls
         if not delta.text and (len(said) > 1 or (delta.finish_reason and delta.choice in self._begun)):
             del said["content"]
         if delta.choice not in self._begun:
@@ -106,7 +123,7 @@ class ChatFormat(Format):
         return {"delta": said, "logprobs": self._logprobs(delta, made)}
 
     def choice(self, delta: Delta, made: Made) -> dict[str, Any]:
-        calls = [self._call(call) for call in delta.calls]
+        calls = [self._whole_call(call) for call in delta.calls]
         text = None if calls and not delta.text else delta.text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None, **self._reasoning(delta)}
         if calls:
@@ -119,12 +136,31 @@ class ChatFormat(Format):
             return {}
         return {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
 
-    def _call(self, said: Call | CallPart) -> dict[str, Any]:
+    def _whole_call(self, call: Call) -> dict[str, Any]:
+        if call.name not in self._custom:
+            return self._call(call, "function")
+        return self._call(replace(call, arguments=OnlyString().feed(call.arguments)), "custom")
+
+    def _call_parts(self, delta: Delta) -> list[dict[str, Any]]:
+        found = []
+        for part in delta.call_parts:
+            key = delta.choice, part.index
+            if part.name in self._custom:
+                self._inputs[key] = OnlyString()
+            kind, arguments = "function", part.arguments
+            if (text := self._inputs.get(key)) is not None:
+                kind, arguments = "custom", text.feed(arguments)
+            if part.name or arguments:
+                said = self._call(replace(part, arguments=arguments), kind)
+                found.append({"index": part.index, **said})
+        return found
+
+    def _call(self, said: Call | CallPart, kind: str) -> dict[str, Any]:
         """Its id and name only where it begins."""
+        text = {"input" if kind == "custom" else "arguments": said.arguments}
         if not said.name:
-            return {"function": {"arguments": said.arguments}}
-        function = {"name": said.name, "arguments": said.arguments}
-        return {"id": self._new_call_id(), "type": "function", "function": function}
+            return {kind: text}
+        return {"id": self._new_call_id(), "type": kind, kind: {"name": said.name, **text}}
 
     def logprobs(self, delta: Delta) -> Made:
         """Logprobs of shown tokens: the one that ends an answer is none of its content."""
@@ -181,9 +217,7 @@ def _message(message: schema.ChatMessage, param: str) -> Mapping[str, Any]:
         raise InvalidRequest(f"{param}.role must be one of {allowed}, got {message.role!r}", f"{param}.role")
     if role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(f"{param}.tool_call_id is required of a tool", f"{param}.tool_call_id")
-    said: dict[str, Any] = {"role": role, "content": ""}
-    if message.content is not None or not (message.role == "assistant" and message.tool_calls):
-        said["content"] = _said(message, role, param)
+    said: dict[str, Any] = {"role": role, "content": _said(message, role, param)}
     if message.tool_calls and message.role == "assistant":
         said["tool_calls"] = [read_call(call, f"{param}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
     given = {"name": message.name, "tool_call_id": message.tool_call_id}
@@ -192,9 +226,9 @@ def _message(message: schema.ChatMessage, param: str) -> Mapping[str, Any]:
 
 
 def _said(message: schema.ChatMessage, role: str, param: str) -> Content:
-    """An assistant may have refused, beside its content or in a part of it."""
-    if role == "assistant" and message.content is None and message.refusal is not None:
-        return message.refusal
+    """An assistant may have refused, beside its content or in a part of it, or have said nothing."""
+    if role == "assistant" and message.content in (None, []):
+        return message.refusal or ""
     return _content(message.content, f"{param}.content", ("text", "refusal") if role == "assistant" else ("text",))
 
 

@@ -8,10 +8,11 @@ complete. One that was cut off is none.
 """
 
 from services.gateway.tools.call import Call, CallFormat, CallPart, CallReader, Schemas, joined_parts, parsed
+from services.gateway.tools.custom import OnlyString, text_function
 from services.gateway.tools.formats import FORMATS, detect_format
 from services.gateway.tools.plan import ReadingPlan, plan_reading
 from services.gateway.tools.reader import AnswerReader, Reading
-from services.gateway.tools.request import MAX_TOOLS, ToolUse, read_call, read_tools
+from services.gateway.tools.request import MAX_TOOLS, ToolUse, past_arguments, read_call, read_tools
 from services.gateway.tools.thinking import TAGS, Tags, Thinking, detect_tags
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "CallFormat",
     "CallPart",
     "CallReader",
+    "OnlyString",
     "Reading",
     "ReadingPlan",
     "Schemas",
@@ -33,7 +35,9 @@ __all__ = [
     "detect_tags",
     "joined_parts",
     "parsed",
+    "past_arguments",
     "plan_reading",
     "read_call",
     "read_tools",
+    "text_function",
 ]

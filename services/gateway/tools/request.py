@@ -1,7 +1,9 @@
 """The tools that a request offers, and what it says of their use.
 
-tools                 [{"type": "function", "function": {"name", "description", "parameters", "strict"}}]
-tool_choice           auto | none | required | {"type": "function", "function": {"name"}}
+tools                 [{"type": "function", "function": {"name", "description", "parameters", "strict"}},
+                       {"type": "custom", "custom": {"name", "description", "format"}}]
+tool_choice           auto | none | required | {"type": "function", "function": {"name"}}, the same of a custom tool
+                      {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required", "tools": [...]}}
 parallel_tool_calls   false: at most one call
 """
 
@@ -14,9 +16,20 @@ from typing import Any
 
 from services.gateway.errors import InvalidRequest
 from services.gateway.tools.call import parsed
+from services.gateway.tools.custom import text_function
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[\w.-]{1,128}")
+NAMED = '{"type": "function", "function": {"name": ...}} or {"type": "custom", "custom": {"name": ...}}'
+CHOICES = (
+    f"auto, none, required, {NAMED}, or "
+    '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}'
+)
+FIELDS = (
+    ("parameters", Mapping, "a JSON schema, an object"),
+    ("description", str, "a string"),
+    ("strict", bool, "true or false"),
+)
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -24,13 +37,29 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additio
 class ToolUse:
     """At least one tool, and leave to call it."""
 
-    tools: Sequence[Mapping[str, Any]]  # as the client gave them, for the chat template
-    schemas: Mapping[str, Mapping[str, Any]]  # parameters by name, those of the named one only
+    tools: Sequence[Mapping[str, Any]]  # for the chat template: functions as the client gave them
+    schemas: Mapping[str, Mapping[str, Any]]  # parameters by name, of those that may be called
     strict: frozenset[str]
+    custom: frozenset[str]
     places: Mapping[str, str]  # of the schemas in `tools` of the body, by name
     required: bool
     named: str | None
     parallel: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    mode: str = "auto"
+    names: Sequence[tuple[str, str]] = ()  # of the tools that may be called, each with its place; none: all may
+    named: bool = False  # the one tool must be called
+
+
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    function: Mapping[str, Any]
+    shown: Mapping[str, Any]  # to the chat template
+    place: str
+    is_custom: bool = False
 
 
 def read_tools(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> ToolUse | None:
@@ -39,31 +68,29 @@ def read_tools(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) 
     Raises:
         InvalidRequest
     """
-    named = _named(choice)
-    if named is None and choice not in (None, "auto", "none", "required"):
-        raise InvalidRequest(
-            f'tool_choice must be auto, none, required, or {{"type": "function", "function": {{"name": ...}}}}, '
-            f"got {choice!r}", "tool_choice",
-        )  # fmt: skip
+    asked = _choice(choice)
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice: there are no tools to choose from", "tool_choice")
         return None
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools: at most {MAX_TOOLS}, got {len(tools)}", "tools")
-    functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    schemas = {function["name"]: _parameters(function) for function in functions}
-    if named is not None and named not in schemas:
-        raise InvalidRequest(f"tool_choice.function.name: no tool is named {named!r}", "tool_choice.function.name")
-    if choice == "none":
+    offered = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+    schemas = {tool.function["name"]: _parameters(tool.function) for tool in offered}
+    for name, param in asked.names:
+        if name not in schemas:
+            raise InvalidRequest(f"{param}: no tool is named {name!r}", param)
+    if asked.mode == "none":
         return None
+    names = {name for name, _ in asked.names} or schemas.keys()
     return ToolUse(
-        tools=tools,
-        schemas=schemas if named is None else {named: schemas[named]},
-        strict=frozenset(function["name"] for function in functions if function.get("strict")),
-        places={function["name"]: f"[{i}].function.parameters" for i, function in enumerate(functions)},
-        required=choice == "required",
-        named=named,
+        tools=[tool.shown for tool in offered if asked.named or tool.function["name"] in names],
+        schemas={name: schema for name, schema in schemas.items() if name in names},
+        strict=frozenset(names & {tool.function["name"] for tool in offered if tool.function.get("strict")}),
+        custom=frozenset(tool.function["name"] for tool in offered if tool.is_custom),
+        places={tool.function["name"]: tool.place for tool in offered},
+        required=asked.mode == "required",
+        named=asked.names[0][0] if asked.named else None,
         parallel=parallel is not False,
     )
 
@@ -74,40 +101,94 @@ def read_call(call: Any, param: str) -> Mapping[str, Any]:
     Raises:
         InvalidRequest
     """
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequest(f"{param}.function must be an object with a name and arguments", f"{param}.function")
-    said = function.get("arguments")
-    arguments = parsed(said or "{}") if isinstance(said, str) else said or {}
-    if not isinstance(arguments, dict):
-        where = f"{param}.function.arguments"
-        raise InvalidRequest(f"{where} must be a JSON object, as text", where)
+    custom = isinstance(call, Mapping) and call.get("type") == "custom"
+    where = f"{param}.custom" if custom else f"{param}.function"
+    said = call.get("custom" if custom else "function") if isinstance(call, Mapping) else None
+    if not isinstance(said, Mapping) or not isinstance(said.get("name"), str):
+        what = "an input" if custom else "arguments"
+        raise InvalidRequest(f"{where} must be an object with a name and {what}", where)
+    if not custom:
+        arguments = past_arguments(said.get("arguments"), f"{where}.arguments")
+    elif isinstance(said.get("input"), str):
+        arguments = {"input": said["input"]}
+    else:
+        raise InvalidRequest(f"{where}.input must be a string", f"{where}.input")
     known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**known, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {**known, "type": "function", "function": {"name": said["name"], "arguments": arguments}}
 
 
-def _named(choice: Any) -> str | None:
-    match choice:
-        case {"type": "function", "function": {"name": str(name)}}:
-            return name
-    return None
+def past_arguments(said: Any, param: str) -> Mapping[str, Any]:
+    """Returns the arguments of an earlier call. Of a call that a model has written wrongly, it sees what it wrote.
+
+    Raises:
+        InvalidRequest
+    """
+    if not said or isinstance(said, Mapping):
+        return said or {}
+    if not isinstance(said, str):
+        raise InvalidRequest(f"{param} must be a JSON object, as text", param)
+    found = parsed(said) if said.strip() not in ("", "null") else {}
+    return found if isinstance(found, dict) else {"INVALID_JSON": said}
 
 
-def _function(tool: Any, param: str) -> Mapping[str, Any]:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        raise InvalidRequest(f"{param}.type must be function", f"{param}.type")
-    function = tool.get("function")
-    if not isinstance(function, Mapping):
-        raise InvalidRequest(f"{param}.function must be an object", f"{param}.function")
-    name = function.get("name")
+def _choice(said: Any) -> _Choice:
+    match said:
+        case None:
+            return _Choice()
+        case "auto" | "none" | "required":
+            return _Choice(said)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
+            return _Choice(mode, _allowed(allowed, "tool_choice.allowed_tools.tools"))
+    for kind in ("function", "custom"):
+        if (name := _named(said, kind)) is not None:
+            return _Choice(names=[(name, f"tool_choice.{kind}.name")], named=True)
+    raise InvalidRequest(f"tool_choice must be {CHOICES}, got {said!r}", "tool_choice")
+
+
+def _named(said: Any, kind: str) -> str | None:
+    """Returns the name in {"type": kind, kind: {"name": ...}}."""
+    inner = said.get(kind) if isinstance(said, Mapping) and said.get("type") == kind else None
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _allowed(said: Sequence[Any], param: str) -> Sequence[tuple[str, str]]:
+    """Returns the names of tools that may be called, each with its place."""
+    if not 0 < len(said) <= MAX_TOOLS:
+        raise InvalidRequest(f"{param} must have 1 to {MAX_TOOLS} tools, got {len(said)}", param)
+    found = []
+    for i, one in enumerate(said):
+        match one:
+            case {"type": "function", "function": {"name": str(name)}} | {
+                "type": "custom",
+                "custom": {"name": str(name)},
+            }:
+                found.append((name, f"{param}[{i}]"))
+            case _:
+                raise InvalidRequest(f"{param}[{i}] must be {NAMED}", f"{param}[{i}]")
+    return found
+
+
+def _tool(tool: Any, param: str) -> _Tool:
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if kind not in ("function", "custom"):
+        raise InvalidRequest(f"{param}.type must be function or custom", f"{param}.type")
+    said, where = tool.get(kind), f"{param}.{kind}"
+    if not isinstance(said, Mapping):
+        raise InvalidRequest(f"{where} must be an object", where)
+    name = said.get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        where = f"{param}.function.name"
-        raise InvalidRequest(f"{where} must be 1 to 128 letters, digits, _, . or -, got {name!r}", where)
-    for key, kind, what in (("parameters", Mapping, "a JSON schema, an object"), ("description", str, "a string"),
-                            ("strict", bool, "true or false")):  # fmt: skip
-        if function.get(key) is not None and not isinstance(function[key], kind):
-            raise InvalidRequest(f"{param}.function.{key} must be {what}", f"{param}.function.{key}")
-    return function
+        what = f"must be 1 to 128 letters, digits, _, . or -, got {name!r}"
+        raise InvalidRequest(f"{where}.name {what}", f"{where}.name")
+    for key, wanted, what in FIELDS:
+        if said.get(key) is not None and not isinstance(said[key], wanted):
+            raise InvalidRequest(f"{where}.{key} must be {what}", f"{where}.{key}")
+    place = where.removeprefix("tools")
+    if kind == "function":
+        return _Tool(said, tool, f"{place}.parameters")
+    function = {"name": name, **text_function(said, where)}
+    function = {key: value for key, value in function.items() if value is not None}
+    return _Tool(function, {"type": "function", "function": function}, f"{place}.format", is_custom=True)
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,8 +10,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from services.gateway.bodies import LARGE
-from services.gateway.http.responses.items import OnlyString
 from services.gateway.text import Tokenizer
+from services.gateway.tools import OnlyString
 from tests.gateway.peers import MODEL
 from tests.gateway.test_responses import client
 from tests.gateway.tools.test_calls import CALL, PLACE, prompt_in, says

@@ -15,7 +15,7 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.http.responses.schema import ResponseBody
 from services.gateway.http.responses.tools import Toolbox, chat_name
 from services.gateway.http.schema import ChatBody, sampling_fields
-from services.gateway.tools import parsed
+from services.gateway.tools import past_arguments
 
 ROLES = ("user", "assistant", "system", "developer")
 # Each kind of part with text, and the field it has it in.
@@ -105,8 +105,7 @@ def _add(messages: _Messages, item: Mapping[str, Any], where: str) -> None:
             messages.think(_text(item.get("content") or [], f"{where}.content", THOUGHTS))
         case "function_call":
             arguments = _string(item, "arguments", where)
-            found = parsed(arguments or "{}")  # of a call that a model has written wrongly, it sees what it wrote
-            messages.call(*_called(item, where), found if isinstance(found, dict) else {"INVALID_JSON": arguments})
+            messages.call(*_called(item, where), past_arguments(arguments, f"{where}.arguments"))
         case "custom_tool_call":
             messages.call(*_called(item, where), {"input": _string(item, "input", where)})
         case "function_call_output" | "custom_tool_call_output":

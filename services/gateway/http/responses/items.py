@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from services.gateway.http.responses.tools import Tool
+from services.gateway.tools import OnlyString
 
 # The kind of an event without `response.`, and its fields.
 Said = tuple[str, Mapping[str, Any]]
@@ -155,42 +154,3 @@ def item_of_call(tool: Tool | None, item_id: str, call_id: str, index: int, name
         return FunctionCall(f"fc_{item_id}", call_id, index, name, None)
     kind = CustomCall if tool.kind == "custom" else FunctionCall
     return kind(f"{kind.prefix}_{item_id}", call_id, index, tool.name, tool.namespace)
-
-
-class OnlyString:
-    """The value in {"input": "value"}, as its JSON comes."""
-
-    HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-    # Text up to where the string ends, or so far as no escape is cut in it; both halves of a character in one piece.
-    WHOLE = re.compile(
-        r'(?:[^"\\]|\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*'
-    )
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._state = "before"
-
-    def feed(self, text: str) -> str:
-        """The part of the value that is certain now."""
-        self._held += text
-        if self._state == "before" and (head := self.HEAD.match(self._held)):
-            self._held, self._state = self._held[head.end() :], "within"
-        if self._state != "within":
-            return ""
-        whole = self.WHOLE.match(self._held)
-        assert whole is not None
-        self._held = self._held[whole.end() :]
-        if self._held.startswith('"'):
-            self._state = "after"
-        return _unescaped(whole[0])
-
-    def rest(self) -> str:
-        """At the end, where there was no such value: all of it."""
-        return self._held if self._state == "before" else ""
-
-
-def _unescaped(text: str) -> str:
-    try:
-        return str(json.loads(f'"{text}"', strict=False)) if "\\" in text else text
-    except ValueError:
-        return text

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.tools import MAX_TOOLS
+from services.gateway.tools import MAX_TOOLS, text_function
 
 NAME = re.compile(r"[\w.-]{1,64}")
 HOSTED = re.compile(
@@ -120,29 +120,10 @@ def _tool(said: Mapping[str, Any], where: str, namespace: str | None) -> Tool:
             raise InvalidRequest(f"{where}.{key} must be {what}", f"{where}.{key}")
     function: dict[str, Any] = {"name": chat_name(name, namespace), "description": said.get("description")}
     if kind == "custom":
-        function |= _of_text(said, where)
+        function |= text_function(said, where)
     else:
         function |= {"parameters": said.get("parameters"), "strict": said.get("strict")}
     return Tool(kind, name, namespace, {key: value for key, value in function.items() if value is not None})
-
-
-def _of_text(said: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A function of one text, which a grammar holds to a form as `strict` does."""
-    text: dict[str, Any] = {"type": "string"}
-    strict = None
-    description = said.get("description") or ""
-    match said.get("format"):
-        case None | {"type": "text"}:
-            pass
-        case {"type": "grammar", "syntax": "lark" | "regex" as syntax, "definition": str(definition)}:
-            description = f"{description}\nThe input follows its {syntax} grammar.".lstrip()
-            text |= {"x-lark": definition} if syntax == "lark" else {"pattern": f"^(?:{definition})$"}
-            strict = True
-        case _:
-            what = "of type text, or of type grammar with a definition and a syntax, lark or regex"
-            raise InvalidRequest(f"{where}.format must be {what}", f"{where}.format")
-    parameters = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
-    return {"description": description, "parameters": parameters, "strict": strict}
 
 
 def _name(said: Mapping[str, Any], where: str) -> str:
