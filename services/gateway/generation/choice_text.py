@@ -115,7 +115,7 @@ class ChoiceText:
             found += reader.feed(text)
             self.num_reasoning_tokens += i < len(tokens.ids) and (before or reader.within_thoughts)
         if finish_reason:
-            found += reader.finish()
+            found += reader.finish(cut=finish_reason != llm_pb2.FINISH_REASON_STOP)
         self._called = self._called or bool(found.calls)
         if self._called and finish_reason == llm_pb2.FINISH_REASON_STOP:
             finish_reason = llm_pb2.FINISH_REASON_TOOL_CALLS

@@ -5,7 +5,8 @@
 
 Text that cannot be a part of a call passes through at once. A body that turns out not to be a call is text, too. Once
 parts have reported a call it is one, for they cannot be taken back: if what follows is not as it should be, its
-arguments come as they are written. So an answer is the same whole and streamed, wherever it is cut.
+arguments come as they are written. So an answer is the same whole and streamed, wherever it is cut. Only its arguments'
+end makes it a whole one: a body whose arguments the model never ended is text; nothing, where max_tokens has cut it.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class CallFormat(ABC):
         """Text and calls that are certain now, in order: each call behind its parts."""
 
     @abstractmethod
-    def finish(self) -> list[Piece]:
-        """The rest, when nothing follows."""
+    def finish(self, cut: bool = False) -> list[Piece]:
+        """Returns the rest, when nothing follows. `cut`: the model would have gone on."""
 
 
 class CallReader(CallFormat):
@@ -114,6 +115,7 @@ class CallReader(CallFormat):
         self._inside = False
         self._closing = False
         self._ended = False  # nothing follows
+        self._cut = False  # although the model would have gone on
         self._silent = True  # nothing but white space has been said
         self._brackets = Brackets(self.quotes, self.separators)
         self._num_calls = 0
@@ -135,14 +137,17 @@ class CallReader(CallFormat):
         self._held += text
         return self._pieces()
 
-    def finish(self) -> list[Piece]:
-        """The rest, when nothing follows. A marked or begun call that was cut off is neither call nor text."""
-        self._ended = True
+    def finish(self, cut: bool = False) -> list[Piece]:
+        self._ended, self._cut = True, cut
         pieces = self._pieces()
-        if self._inside and not self._begun and not self._marked(self._held):
-            pieces.append(self._held)
+        if self._inside and not (cut and (self._begun or self._marked(self._held))):
+            self._say(self._unfinished(), pieces)
         self._held = ""
         return pieces
+
+    def _unfinished(self) -> str:
+        """Returns what is text of a body that the model has not completed."""
+        return self._held
 
     def _marked(self, text: str) -> bool:
         """True where a body begins with what nothing but a call does."""
@@ -272,8 +277,14 @@ def parsed(text: str) -> Any:
 
 def may_be_json(text: str) -> bool:
     """True while more text could make it JSON."""
+    text = json_text(text)
     try:
-        from_json(json_text(text), allow_partial=True, allow_inf_nan=False)
+        from_json(text, allow_partial=True, allow_inf_nan=False)
+        json.loads(text)
+    except json.JSONDecodeError as error:  # the parser above takes anything at all behind a complete value
+        return error.pos == len(text) or not error.msg.startswith("Expecting ',' delimiter")
+    except RecursionError:
+        return True
     except ValueError:
         return False
     return True

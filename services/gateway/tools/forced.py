@@ -23,8 +23,8 @@ class ForcedCalls(JsonCalls):
     def feed(self, text: str) -> list[Piece]:
         return self._unlisted(super().feed(text))
 
-    def finish(self) -> list[Piece]:
-        return self._unlisted(super().finish())
+    def finish(self, cut: bool = False) -> list[Piece]:
+        return self._unlisted(super().finish(cut))
 
     def _unlisted(self, pieces: list[Piece]) -> list[Piece]:
         """Without the marks of the list."""

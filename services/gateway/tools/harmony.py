@@ -77,14 +77,15 @@ class Harmony(CallFormat):
             pass
         return pieces
 
-    def finish(self) -> list[Piece]:
-        """The rest; a header or a call that was cut off is nothing."""
+    def finish(self, cut: bool = False) -> list[Piece]:
         self._ended = True
         pieces = self.feed("")
-        if self._state == HEADING and self._held:
+        if self._state == CALL and not cut:
+            self._say(self._held, TEXT, pieces)
+        elif self._state == HEADING and self._held:
             rest = self._held[OTHER.match(self._held).end() :]  # type: ignore[union-attr]
-            if "<|" not in self._held and not rest.lstrip().startswith("to="):
-                self._say(rest, TEXT, pieces)
+            is_header = "<|" in self._held or rest.lstrip().startswith("to=")
+            self._say("" if cut and is_header else self._held if is_header and rest.strip() else rest, TEXT, pieces)
         self._held = ""
         return pieces
 

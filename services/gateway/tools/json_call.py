@@ -14,6 +14,8 @@ OPENING = re.compile(r'\{\s*(?:"|$)')
 HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{\s*["}])', re.DOTALL
 )
+# In one body, for each of them what has come of it is parsed.
+MOST_LOOKS = 8
 
 
 class JsonCall:
@@ -42,6 +44,13 @@ class JsonCall:
         """The call that text[start:end] is, at any rate once it has begun; None where it is none."""
         return self.begun(text[:end], start) or call_of(parsed(text[start:end]))
 
+    def ended_by(self, text: str, start: int, nothing_follows: bool) -> int | None:
+        """Position behind the arguments of a call whose own bracket the model has forgotten."""
+        if self.begun(text, start) is None or self._end is None:
+            return None
+        rest = text[self._end :].lstrip()
+        return self._end if (rest and rest[0] not in ",}") or (nothing_follows and not rest) else None
+
     def may_follow(self, text: str, start: int) -> bool:
         """True while more text could make it a call."""
         return self.begun(text, start) is not None or may_be_json(text[start:])
@@ -53,6 +62,7 @@ class JsonCalls(CallReader):
     def _open(self) -> None:
         super()._open()
         self._call = JsonCall()
+        self._looked, self._num_looks = 0, 0
 
     @abstractmethod
     def _object(self, text: str) -> int | None:
@@ -68,13 +78,25 @@ class JsonCalls(CallReader):
             return None
         if not OPENING.match(text, start):
             return self._no_call(text)
-        end = self._call.end(text, start)
+        end = self._call.ended_by(text, start, self._ended and not self._cut)
+        end = self._call.end(text, start) if end is None else end
         if end is None:
-            return self._no_call(text) if self._ended and not self._call.may_follow(text, start) else None
+            return self._no_call(text) if self._may_be_cut(text) and not self._call.may_follow(text, start) else None
         call = self._call.made(text, start, end)
         if call and self._offered(text, call.name):
             return CompleteCall(end, [call])
         return self._no_call(text) if parsed(text[start:end]) is None else CompleteCall(end)
+
+    def _may_be_cut(self, text: str) -> bool:
+        """True where nothing follows, and behind a mark, which may stand in a string: so few are looked at."""
+        marks = [mark for mark in (*self.begins, *self.closers) if len(mark) > 1]
+        if self._ended or not marks or self._num_looks == MOST_LOOKS:
+            return self._ended
+        looked = self._looked or len(marks[0])
+        ends = [at + len(mark) for mark in marks if (at := text.find(mark, looked)) >= 0]
+        self._looked = min(ends, default=max(looked, len(text) - max(map(len, marks)) + 1))
+        self._num_looks += bool(ends)
+        return bool(ends)
 
     def _no_call(self, text: str) -> CompleteCall:
         """One may begin right behind the mark."""

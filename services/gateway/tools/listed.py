@@ -40,6 +40,9 @@ class ListedCalls(JsonCalls):
     def _marked(self, text: str) -> bool:
         return super()._marked(text) or text.startswith(",")
 
+    def _unfinished(self) -> str:
+        return "" if self._held.strip() == "," else self._held
+
     def _close(self) -> bool:
         """Behind a call of a list: its end, or the next one."""
         if not self._listed:

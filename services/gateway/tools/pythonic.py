@@ -36,7 +36,7 @@ class Pythonic(CallReader):
             return CompleteCall(start or 1)
         end = self._brackets.end(text, start)
         if end is None:
-            return None
+            return self._last_complete(text, start) if self._ended and not self._cut else None
         found = calls_of(text[start:end])
         return CompleteCall(end, found) if found else self._broken(text, end)
 
@@ -51,6 +51,13 @@ class Pythonic(CallReader):
             self._num_read += 1
             self._parsed, self._comma = found, (comma, depth)
         return self._parsed
+
+    def _last_complete(self, text: str, start: int) -> CompleteCall | None:
+        """Those calls of a list without an end that are complete."""
+        self._sketch(text)
+        commas = [at for at, depth in self._brackets.separators[: self._num_read] if depth == 1]
+        found = calls_of(text[start : commas[-1]] + "]") if commas else None
+        return CompleteCall(commas[-1], found) if found else None
 
     def _broken(self, text: str, end: int) -> CompleteCall:
         """A list that is none of calls: those that its sketch has, the last one as it is written."""

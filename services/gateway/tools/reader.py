@@ -43,12 +43,12 @@ class AnswerReader:
         thoughts, rest = self._thinking.feed(text) if self._thinking else ("", text)
         return self._reading(thoughts, self._calls.feed(rest) if self._calls else [rest])
 
-    def finish(self) -> Reading:
-        """The rest, when nothing follows."""
+    def finish(self, cut: bool = False) -> Reading:
+        """Returns the rest, when nothing follows. `cut`: the model would have gone on."""
         thoughts, rest = self._thinking.finish() if self._thinking else ("", "")
         pieces: list[Piece] = [rest]
         if self._calls:
-            pieces = [*self._calls.feed(rest), *self._calls.finish()]
+            pieces = [*self._calls.feed(rest), *self._calls.finish(cut)]
         found = self._reading(thoughts, pieces)
         if not self._called and (self._said or not self._thought):
             found.text += "".join(self._space)

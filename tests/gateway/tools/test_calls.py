@@ -131,6 +131,26 @@ async def test_a_call_that_was_cut_off_is_none(client: AsyncOpenAI, says: Any) -
     assert (choice.finish_reason, choice.message.tool_calls, choice.message.content) == ("length", None, "")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "it is <tool_call>",
+        '<tool_call>\n{"name": "get_weather"\n</tool_call> bye',
+        CALL.partition("mö")[0],
+        "a </tool_c",
+    ],
+)
+async def test_text_that_is_no_call_is_shown_where_the_model_ended_by_itself(
+    client: AsyncOpenAI, says: Any, text: str
+) -> None:
+    says(text)
+    choice = (await client.chat.completions.create(**ASKED)).choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls, choice.message.content) == ("stop", None, text)
+    parts = [part.choices[0] async for part in await client.chat.completions.create(**ASKED, stream=True)]
+    assert "".join(part.delta.content or "" for part in parts) == text
+    assert parts[-1].finish_reason == "stop"
+
+
 async def test_none_is_not_told_of_tools(client: AsyncOpenAI, says: Any, tokenizer: Tokenizer) -> None:
     seen = says(CALL)
     choice = (await client.chat.completions.create(**ASKED, tool_choice="none")).choices[0]

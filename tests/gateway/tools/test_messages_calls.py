@@ -62,6 +62,23 @@ async def test_calls_are_the_same_blocks_whole_and_streamed(http: httpx.AsyncCli
     assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("before", ["", "Look. "])
+async def test_a_call_that_the_model_has_not_ended_is_text(
+    http: httpx.AsyncClient, says: Any, before: str, eager: bool
+) -> None:
+    text = before + CALL.partition("mö")[0]
+    says(text)
+    tools = [{**TOOLS[0], "eager_input_streaming": eager}]
+    message = await whole(http, tools=tools)
+    assert (message["stop_reason"], message["content"]) == ("end_turn", [{"type": "text", "text": text}])
+    events = [data for name, data in await said(http, {**ASKED, "tools": tools}) if name.startswith("content_block")]
+    assert "".join(data["delta"].get("text", "") for data in events if "delta" in data) == text
+    began = [data["index"] for data in events if data["type"] == "content_block_start"]
+    assert began == [data["index"] for data in events if data["type"] == "content_block_stop"]
+    assert began == list(range(len(began)))
+
+
 async def test_the_template_sees_tools_calls_and_results(
     http: httpx.AsyncClient, says: Any, tokenizer: Tokenizer
 ) -> None:

@@ -90,10 +90,12 @@ WRITTEN: dict[str, tuple[type[CallFormat], Callable[[Said], str]]] = {
 }  # fmt: skip
 
 
-def read(reader: CallFormat, pieces: Sequence[str]) -> tuple[list[Call], list[list[CallPart]]]:
+def read(
+    reader: CallFormat, pieces: Sequence[str], *, was_cut: bool = False
+) -> tuple[list[Call], list[list[CallPart]]]:
     """All calls, and the parts that each piece has brought."""
     calls, parts = [], []
-    for said in [*map(reader.feed, pieces), reader.finish()]:
+    for said in [*map(reader.feed, pieces), reader.finish(was_cut)]:
         calls += [piece for piece in said if isinstance(piece, Call)]
         parts.append([piece for piece in said if isinstance(piece, CallPart)])
         assert not [piece for piece in said if isinstance(piece, str) and piece.strip()]
@@ -144,7 +146,7 @@ def test_strings_with_line_ends_in_them_become_json() -> None:
 def test_a_call_that_is_cut_off_has_parts_and_is_none(name: str) -> None:
     kind, write = WRITTEN[name]
     text = write(CALLS[:1])
-    calls, parts = read(kind(SCHEMAS), list(text[: text.index("quoted") + 40]))
+    calls, parts = read(kind(SCHEMAS), list(text[: text.index("quoted") + 40]), was_cut=True)
     assert not calls
     begun = "".join(part.arguments for some in parts for part in some)
     assert begun.startswith('{"text": "a ') or begun.startswith('{\n  "text": "a ')

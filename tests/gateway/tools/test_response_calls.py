@@ -99,6 +99,15 @@ async def test_half_a_call_is_none(client: AsyncOpenAI, says: Any) -> None:
         assert (found["status"], found["output"]) == ("incomplete", [])
 
 
+@pytest.mark.parametrize("before", ["", "Look. "])
+async def test_a_call_that_the_model_has_not_ended_is_text(client: AsyncOpenAI, says: Any, before: str) -> None:
+    text = before + CALL.partition("mö")[0]
+    says(text)
+    output = await both(client)
+    assert {(item["type"], item["status"]) for item in output} == {("message", "completed")}
+    assert "".join(item["content"][0]["text"] for item in output) == text
+
+
 async def test_the_template_sees_tools_calls_and_results(client: AsyncOpenAI, says: Any, tokenizer: Tokenizer) -> None:
     seen = says("Fine.")
     items: Any = [

@@ -38,6 +38,7 @@ class ResponseEvents(Framing):
         self._frame = {**frame, "model": answer.request.model.name, **echo}
         self._items: list[Item] = []
         self._is_open = False  # the last item grows
+        self._whole_calls: set[int] = set()
         self._number = 0
         self._is_cut = self.is_kept = False
 
@@ -60,6 +61,7 @@ class ResponseEvents(Framing):
     def chunk(self, delta: Delta) -> bytes:
         """The events that a delta makes."""
         said = self.begin()
+        self._whole_calls |= {call.index for call in delta.calls}
         if delta.reasoning:
             said += self._grow(Thoughts, delta.reasoning)
         going = [part for part in delta.call_parts if part.index == self._open_call]  # text ends it
@@ -67,7 +69,7 @@ class ResponseEvents(Framing):
         if delta.text:
             said += self._grow(Message, delta.text)
         said += b"".join(self._call(part) for part in delta.call_parts if part not in going)
-        if any(call.index == self._open_call for call in delta.calls):
+        if self._open_call in self._whole_calls:
             said += self._done("completed")
         if delta.finish_reason:
             said += self._end(delta)
@@ -133,12 +135,14 @@ class ResponseEvents(Framing):
         """An answer that says nothing is a message without text."""
         self._is_cut = delta.finish_reason == llm_pb2.FINISH_REASON_LENGTH
         said = b"" if self._items else self._added(Message(f"msg_{self._unique}0"))
-        if self._is_cut and self._is_open and self._items[-1].runs_on:
+        if self._open_call is not None and self._open_call not in self._whole_calls:
             return said
         return said + self._done("incomplete" if self._is_cut else "completed")
 
     def _added(self, item: Item) -> bytes:
-        said = self._done("completed")
+        """A call that is not whole is never done: what follows has shown that it is text."""
+        is_text = self._open_call is not None and self._open_call not in self._whole_calls
+        said = b"" if is_text else self._done("completed")
         self._items.append(item)
         self._is_open = True
         added = self._event("output_item.added", {"output_index": len(self._items) - 1, "item": item.empty()})
