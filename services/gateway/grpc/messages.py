@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -47,7 +48,8 @@ def tools_of(request: llm_pb2.GenerateRequest) -> ToolUse | None:
     if request.tool_choice.WhichOneof("kind") == "name":
         choice = {"type": "function", "function": {"name": request.tool_choice.name}}
     parallel = request.parallel_tool_calls if request.HasField("parallel_tool_calls") else None
-    return read_tools([_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)], choice, parallel)
+    use = read_tools([_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)], choice, parallel)
+    return use and replace(use, places={name: place.replace(".function", "") for name, place in use.places.items()})
 
 
 def options_of(said: llm_pb2.ChatMessages, use: ToolUse | None) -> TemplateOptions:

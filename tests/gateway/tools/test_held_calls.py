@@ -7,9 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
+from grpc import aio
 from openai import AsyncOpenAI
 
 from benchmarks.json_schema_suite import takes
+from services.gateway import Gateway
+from tandem import rpc
+from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.tools.test_calls import ASKED, PLACE, client, says
 
 __all__ = ["client", "says"]  # fixtures
@@ -90,6 +94,21 @@ async def test_other_apis_name_the_tool_their_own_way(http: httpx.AsyncClient, s
     error = (await http.post("/v1/responses", json=body)).json()["error"]
     assert error["param"] == "tools[0].parameters.properties.a"
     assert error["message"].startswith("tools[0].parameters.properties.a: tool 'odd': "), error
+
+
+async def test_grpc_names_the_tool(gateway: Gateway, says: Any) -> None:
+    says("x")
+    tool = llm_pb2.Tool(name="odd", parameters='{"properties": {"a": {"not": {}}}}', strict=True)
+    message = llm_pb2.ChatMessage(role="user", content="hi")
+    asked = llm_pb2.GenerateRequest(
+        model=ASKED["model"], messages=llm_pb2.ChatMessages(messages=[message]), tools=[tool],
+        tool_choice=llm_pb2.ToolChoice(mode=llm_pb2.ToolChoice.MODE_REQUIRED),
+    )  # fmt: skip
+    async with rpc.channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+        service: Any = llm_pb2_grpc.LLMServiceStub(channel)
+        with pytest.raises(aio.AioRpcError) as refused:
+            await service.GenerateUnary(llm_pb2.GenerateUnaryRequest(generate=asked), timeout=10)
+    assert (refused.value.details() or "").startswith("tools[0].parameters.properties.a: tool 'odd': ")
 
 
 @pytest.mark.parametrize("said", [{}, {"parameters": {}}, {"parameters": {"type": "object", "properties": {}}}])
