@@ -40,7 +40,8 @@ def _number(default: float | None, low: float, high: float, of_model: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Every default resolved. `temperature` 0 is greedy; `top_k` 0, `logprobs` and `prompt_logprobs` None are off.
+    """Every default resolved. `temperature` 0 is greedy, and so is `top_p` 0, for which `of` makes the temperature 0;
+    `top_k` 0, `logprobs` and `prompt_logprobs` None are off.
 
     `logprobs` n reports the chosen token and the n most likely ones, or those of `logprob_token_ids` instead of these,
     from the model's own distribution; `prompt_logprobs` n does so for the prompt's tokens but the first. `max_tokens` 0
@@ -98,6 +99,8 @@ class SamplingParams:
             if not 0 <= (count := getattr(made, name) or 0) <= MAX_LOGPROBS:
                 raise InvalidParameter(name, f"must be between 0 and {MAX_LOGPROBS}, got {count}")
         made.check(given)
+        if _as_sent(made.top_p) == 0:
+            made = dataclasses.replace(made, temperature=0.0)
         if made.max_tokens == 0 and made.prompt_logprobs is None:
             raise InvalidParameter("max_tokens", "must be at least 1 where nothing of the prompt is asked for, got 0")
         if len(made.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
@@ -137,8 +140,8 @@ class SamplingParams:
             (low, high), value = RANGES[name], getattr(self, name)
             if value is not None and not LEAST[name] <= value <= high:
                 raise InvalidParameter(name, f"must be between {low} and {high}, got {value}")
-        if _as_sent(self.top_p) == 0:
-            raise InvalidParameter("top_p", f"must be above 0 as a number of 32 bits, got {self.top_p}")
+        if given is None and self.temperature > 0 and _as_sent(self.top_p) == 0:
+            raise InvalidParameter("top_p", f"must be above 0 where temperature is, got {self.top_p}")
         if self.min_tokens > self.max_tokens:
             raise InvalidParameter(
                 "min_tokens", f"must not be above max_tokens, got {self.min_tokens} and {self.max_tokens}"

@@ -51,6 +51,11 @@ def test_only_what_is_set_was_given() -> None:
 def test_other_words_for_the_same() -> None:
     assert SamplingParams.of({"top_k": -1}).top_k == 0
     assert SamplingParams.of({"seed": -1}).seed == 2**64 - 1
+    for least in (0.0, -0.0, 0, 5e-324):  # the last is 0 as a number of 32 bits
+        greedy = SamplingParams.of({"top_p": least, "temperature": 1.5})
+        assert (greedy.temperature, greedy.top_p) == (0.0, least)
+        greedy.check()
+    assert SamplingParams.of({"top_p": 1e-30}).temperature == 1.0
 
 
 @pytest.mark.parametrize(
@@ -62,7 +67,8 @@ def test_other_words_for_the_same() -> None:
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": 2.1}, "temperature"),
         ({"top_k": -2}, "top_k"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"top_p": 0.0, "temperature": 2.1}, "temperature"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"presence_penalty": math.inf}, "presence_penalty"),
         ({"logit_bias": {1: math.nan}}, "logit_bias"),
@@ -102,8 +108,6 @@ def test_tokens_that_the_model_lacks(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"top_p": 5e-324}, "top_p must be above 0 as a number of 32 bits, got 5e-324"),
-        ({"top_p": 0.0}, "top_p must be above 0 as a number of 32 bits, got 0.0"),
         ({"logprobs": -1}, "logprobs must be between 0 and 20, got -1"),
         ({"prompt_logprobs": -1}, "prompt_logprobs must be between 0 and 20, got -1"),
         ({"prompt_logprobs": 10**20}, f"prompt_logprobs must be between 0 and 20, got {10**20}"),

@@ -24,7 +24,7 @@ class GenerateSettings(Settings):
     chat: bool = Field(False, description="send the prompt as a user's message, in the model's chat template")
     max_tokens: int = Field(128, ge=1, description="most tokens of the answer")
     temperature: float | None = Field(None, ge=0, description="0 is greedy; if not given, the model's own")
-    top_p: float | None = Field(None, gt=0, le=1, description="sample from the likeliest tokens of this mass")
+    top_p: float | None = Field(None, ge=0, le=1, description="sample from the likeliest tokens of this mass")
     stop: tuple[str, ...] = Field((), description="end before this text; may be given several times")
     seed: int | None = Field(None, ge=0, description="equal seeds give equal answers")
     timeout_s: float = Field(120.0, gt=0, description="bound of the whole answer")

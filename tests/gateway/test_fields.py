@@ -75,6 +75,19 @@ async def test_what_workers_are_told_of_tokens(
         assert sorted(list(one.ids) for one in spec.sampling.bad_words_token_ids) == sorted([first, inside])
 
 
+async def test_the_least_top_p_is_the_likeliest_token(http: httpx.AsyncClient, service: Any, peers: Peers) -> None:
+    await completion(http, top_p=0, temperature=1.5)
+    await unary(service, sampling=Sampling(seed=0, top_p=0, temperature=1.5))
+    said = {"model": MODEL, "top_p": 0, "temperature": 1}
+    for path, more in (
+        ("chat/completions", CHAT),
+        ("responses", {"input": "x"}),
+        ("messages", {**CHAT, "max_tokens": 9}),
+    ):
+        assert (await http.post(f"/v1/{path}", json={**more, **said})).status_code == 200
+    assert [spec.sampling.temperature for spec in peers.decode.seen] == [0.0] * 5
+
+
 async def test_a_long_prompt_can_be_cut(http: httpx.AsyncClient, service: Any, peers: Peers) -> None:
     prompt = [*range(3, 40)]
     await completion(http, prompt=prompt, truncate_prompt_tokens=5)

@@ -172,6 +172,9 @@ async def test_a_model_may_say_how_long_an_answer_is_that_nobody_bounds(model_fo
     assert model.defaults == {"max_tokens": 32, "top_p": 0.5}
     assert (await read_sampling({}, model, 320)).max_tokens == 32
     assert (await read_sampling({"max_tokens": 64}, model, 320)).max_tokens == 64
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0.0, "temperature": 1.0}', encoding="utf-8")
+    greedy = ServedModel.load(tmp_path, MODEL, 0)
+    assert [(await read_sampling(said, greedy, 320)).temperature for said in ({}, {"top_p": 1.0})] == [0.0, 1.0]
     (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 0}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"generation_config\.json: max_new_tokens: "):
         ServedModel.load(tmp_path, MODEL, 0)
