@@ -27,7 +27,9 @@ FIELDS = (
     "prompt", "messages", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options", "stop", "seed",
     "user", "temperature", "top_p", "top_k", "logprobs", "logit_bias", "cache_salt", "priority", "service_tier",
     "echo", "tools", "input", "instructions", "text", "reasoning", "metadata", "include", "tool_choice",
-    "max_output_tokens", "parallel_tool_calls", "truncation",
+    "max_output_tokens", "parallel_tool_calls", "truncation", "verbosity", "prediction", "reasoning_effort",
+    "prompt_cache_retention", "max_tool_calls", "context_management", "structured_outputs", "guided_json",
+    "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -108,7 +110,8 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 MESSAGE_FIELDS = (
     "messages", "system", "max_tokens", "thinking", "output_config", "output_format", "context_management", "tools",
     "tool_choice", "cache_control", "stop_sequences", "temperature", "top_p", "top_k", "seed", "stream", "metadata",
-    "service_tier", "mcp_servers", "container", "thread", "compaction",
+    "service_tier", "mcp_servers", "container", "thread", "compaction", "structured_outputs", "guided_json",
+    "guided_regex",
 )  # fmt: skip
 NAMES = (
     "type", "text", "content", "role", "name", "id", "input", "tool_use_id", "is_error", "thinking", "signature",

@@ -107,7 +107,7 @@ async def test_stop_reasons(http: httpx.AsyncClient) -> None:
             "thinking.budget_tokens",
         ),
         ({"thinking": {"type": "on"}}, 400, "invalid_request_error", "thinking.type"),
-        ({"output_config": {"effort": "some"}}, 400, "invalid_request_error", "output_config.effort"),
+        ({"output_config": {"effort": 3}}, 400, "invalid_request_error", "output_config.effort"),
         ({"output_config": {"format": {"type": "text"}}}, 400, "invalid_request_error", "output_config.format.type"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}},

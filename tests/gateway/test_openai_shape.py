@@ -73,7 +73,9 @@ async def test_logprobs_have_a_refusal(http: httpx.AsyncClient) -> None:
     assert choice["logprobs"]["refusal"] is None
 
 
-@pytest.mark.parametrize(("tier", "served"), [("auto", "default"), ("default", "default"), ("flex", "flex")])
+@pytest.mark.parametrize(
+    ("tier", "served"), [("auto", "default"), ("default", "default"), ("flex", "flex"), ("vip", "default")]
+)
 async def test_the_service_tier_is_named(http: httpx.AsyncClient, tier: str, served: str) -> None:
     answer = (await http.post("/v1/completions", json={**TEXTUAL, "service_tier": tier})).json()
     assert answer["service_tier"] == served

@@ -56,12 +56,6 @@ async def test_logprobs_of_a_chat_are_of_what_is_shown(http: httpx.AsyncClient) 
     assert len(shown["choices"][0]["logprobs"]["content"]) == shown["usage"]["completion_tokens"]
 
 
-async def test_what_asks_for_nothing_else_is_taken(http: httpx.AsyncClient) -> None:
-    await post(http, "/v1/chat/completions", {**CHAT, "verbosity": "medium"})
-    refused = await http.post("/v1/chat/completions", json={**CHAT, "verbosity": "high"})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "verbosity")
-
-
 async def test_a_refusal_goes_back_into_the_prompt(http: httpx.AsyncClient, peers: Peers, tokenizer: Tokenizer) -> None:
     part = {"type": "refusal", "refusal": "I will not."}
     for said in ({"content": [part]}, {"content": None, "refusal": "I will not."}):

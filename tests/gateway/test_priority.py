@@ -106,6 +106,8 @@ async def cluster_of(
         ({"service_tier": "priority"}, -100),
         ({"service_tier": "scale"}, -100),
         ({"service_tier": "flex"}, 100),
+        ({"service_tier": "fast"}, 0),
+        ({"service_tier": "fast", "priority": 7}, 7),
         ({"service_tier": None, "priority": 7}, 7),
         ({"service_tier": "auto", "priority": -7}, -7),
     ],

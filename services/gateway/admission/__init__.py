@@ -4,7 +4,7 @@ from services.gateway.admission.admission import Admission
 from services.gateway.admission.capacity import Admitted, Capacity, capacity_of
 from services.gateway.admission.fair_queue import FairQueue, TenantLine, Weights, Work
 from services.gateway.admission.intake import Intake, SequenceTurns
-from services.gateway.admission.priority import FAIRNESS_ID, PriorityClass, priority_of, tenant_of
+from services.gateway.admission.priority import FAIRNESS_ID, PriorityClass, priority_of, tenant_of, tier_served
 from services.gateway.admission.targets import NO_TARGETS, Targets, targets_of
 from services.gateway.admission.text_turns import TextTurns
 
@@ -27,4 +27,5 @@ __all__ = [
     "priority_of",
     "targets_of",
     "tenant_of",
+    "tier_served",
 ]

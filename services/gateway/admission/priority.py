@@ -5,6 +5,8 @@
     interactive     unspecified too  auto, default          0
     batch           BATCH            flex                   above 0
 
+    A tier that is none of these is as none: which one a request gets is told by its answer.
+
     tenant          that of the API key (access/); where none is asked for, the header x-llm-d-inference-fairness-id,
                     else OpenAI's `user`, gRPC's `tenant`, else the key that was sent, else ""
 
@@ -60,11 +62,9 @@ TIERS = {
 def priority_of(service_tier: str | None, priority: int | None) -> int:
     """
     Raises:
-        InvalidRequest: an unknown tier, a priority that is no 32-bit integer, or both said.
+        InvalidRequest: a priority that is no 32-bit integer, or one beside a tier.
     """
-    tier = "auto" if service_tier is None else service_tier
-    if tier not in TIERS:
-        raise InvalidRequest(f"service_tier must be one of {', '.join(TIERS)}, got {tier!r}", "service_tier")
+    tier = service_tier if service_tier in TIERS else "auto"
     if priority is None:
         return TIERS[tier].priority
     if tier != "auto":
@@ -72,6 +72,11 @@ def priority_of(service_tier: str | None, priority: int | None) -> int:
     if not -(2**31) <= priority < 2**31:
         raise InvalidRequest(f"priority must be a 32-bit integer, got {priority}", "priority")
     return priority
+
+
+def tier_served(service_tier: str | None) -> str:
+    """Returns what an answer calls the tier that its request got."""
+    return service_tier if service_tier in TIERS and service_tier != "auto" else "default"
 
 
 def tenant_of(headers: Mapping[str, str], said: str, param: str) -> str:

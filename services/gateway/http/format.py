@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from services.gateway.admission import tier_served
 from services.gateway.errors import GatewayError, InvalidRequest
 from services.gateway.generation import REASONS, Answer, Choice, Delta, Structure, read_response_format, read_structure
 from services.gateway.http.exchange import Exchange
@@ -27,8 +28,6 @@ from tandem.v1 import llm_pb2
 
 # Stands in an event for its text, and nowhere else.
 MARK = "\0the text\0"
-# What a response calls the service tier that was asked for by another name.
-TIERS_SERVED = {"auto": "default"}
 # Lists of a choice that may be long, by name. Made in turns where they are; `NONE_MADE`: each is made where it is used.
 Made = Mapping[str, Iterable[Any]]
 NONE_MADE: Made = {}
@@ -150,7 +149,7 @@ class Envelope(Framing):
         request = answer.request
         self._frame = {"id": f"{form.prefix}-{request.request_id}", "created": created, "model": request.model.name}
         if found.body.service_tier is not None:
-            self._frame["service_tier"] = TIERS_SERVED.get(found.body.service_tier, found.body.service_tier)
+            self._frame["service_tier"] = tier_served(found.body.service_tier)
         self._begin = b""  # the same of all events, encoded once it is known whose answer it is
 
     async def prepare(self, delta: Delta) -> None:

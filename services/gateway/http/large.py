@@ -120,4 +120,4 @@ def _bounded(prompt: str | Sequence[int], keep: int | None, bounds: PromptBounds
 def _fields(found: schema.Body, prompt: str) -> bytes:
     """All but what no answer depends on."""
     (found.model_extra or {}).clear()
-    return small(found.model_dump_json(exclude_unset=True, exclude={"metadata"}).encode(), prompt)
+    return small(found.model_dump_json(exclude_unset=True, exclude={"metadata", "prediction"}).encode(), prompt)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 from services.gateway.errors import InvalidRequest
 from tandem.sampling import INTERNAL, TYPES
@@ -21,9 +21,7 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
-    "verbosity": ("medium",),
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -36,6 +34,9 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "include_obfuscation": (False, True),
 }
+MAX_HINT = 512
+# A word for how an answer is to be made, which does not limit what it may be. One that nobody knows is as none.
+Hint = Annotated[str, Field(max_length=MAX_HINT)]
 
 
 def _as_tuple(value: Any) -> Any:
@@ -63,14 +64,24 @@ class SpeculativeBody(Body):
     num_tokens: int | None = None
 
 
-class GenerationBody(Body):
+class HeldBody(Body):
+    """vLLM's fields of the form that an answer must have."""
+
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class GenerationBody(HeldBody):
     """Fields that chats and completions share."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
-    service_tier: str | None = None
+    service_tier: Hint | None = None
     priority: int | None = None
     user: str | None = None
     cache_salt: str | None = None
@@ -78,18 +89,13 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
     speculative: SpeculativeBody | None = None
     # Taken, for they change nothing here.
     metadata: dict[str, str] | None = None
     store: bool | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    safety_identifier: Hint | None = None
+    prompt_cache_key: Hint | None = None
+    prompt_cache_retention: Hint | None = None
     parallel_tool_calls: bool | None = None
 
 
@@ -147,10 +153,13 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Hint | None = None
     include_reasoning: bool | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    # Taken, for they change nothing here.
+    verbosity: Hint | None = None
+    prediction: dict[str, Any] | None = None
 
 
 class TokenizeBody(Body):
@@ -162,7 +171,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Hint | None = None
     tools: list[Any] | None = None
 
 

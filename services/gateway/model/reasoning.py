@@ -2,6 +2,7 @@
 
 reasoning_effort ─┬─ the template reads it: it decides
                   └─ it does not: a budget by BUDGETS, unless thinking_token_budget says one
+A word that is not in BUDGETS is only a hint that nobody knows: the model thinks as where no client says anything.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.gateway.errors import InvalidRequest
 from services.gateway.model.served import ServedModel
 
 # Of tokens; None is no limit.
@@ -20,16 +20,10 @@ EFFORT = "reasoning_effort"
 
 
 def template_variables(said: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """`said`: the client's own variables.
-
-    Raises:
-        InvalidRequest
-    """
+    """`said`: the client's own variables."""
     variables = dict(said or {})
-    if effort is None:
-        return variables
     if effort not in BUDGETS:
-        raise InvalidRequest(f"{EFFORT} must be one of {', '.join(BUDGETS)}, got {effort!r}", EFFORT)
+        return variables
     variables[EFFORT] = effort
     if effort == "none":
         variables.setdefault("enable_thinking", False)

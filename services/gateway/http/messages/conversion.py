@@ -13,7 +13,7 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.http.messages.offered import functions_of, offered
 from services.gateway.http.messages.schema import CountTokensBody, MessagesBody
 from services.gateway.http.messages.turns import continues, messages_of
-from services.gateway.http.schema import ChatBody
+from services.gateway.http.schema import ChatBody, HeldBody
 from services.gateway.untrusted import ChatTemplate
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -37,6 +37,8 @@ def chat_of(body: CountTokensBody, template: ChatTemplate | None) -> ChatBody:
         chat.parallel_tool_calls = not choice.disable_parallel_tool_use
     if isinstance(body, MessagesBody):
         chat.stream, chat.max_completion_tokens = body.stream, body.max_tokens
+        for name in HeldBody.model_fields:
+            setattr(chat, name, getattr(body, name))
     return chat
 
 

@@ -1,6 +1,6 @@
 """The bodies of /v1/messages and /v1/messages/count_tokens. Types only; null means unsaid, unknown fields are ignored.
 
-A field that would change the answer and is not done here is refused by name.
+A field that would change the answer and is not done here is refused by name. A `Hint` that nobody knows is as none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.http.schema import Body
+from services.gateway.http.schema import Body, HeldBody, Hint
 
 REFUSED = ("mcp_servers", "container", "compaction")
 # By its code clients learn to send the whole conversation each time.
@@ -44,11 +44,11 @@ class ToolChoice(Body):
 class ThinkingParam(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Hint | None = None
 
 
 class OutputConfig(Body):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Hint | None = None
     format: dict[str, Any] | None = None
 
 
@@ -65,7 +65,7 @@ class CountTokensBody(Body):
     cache_control: Any = None
 
 
-class MessagesBody(CountTokensBody):
+class MessagesBody(CountTokensBody, HeldBody):
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
     stream: bool | None = None
     stop_sequences: list[str] | None = None
@@ -73,7 +73,7 @@ class MessagesBody(CountTokensBody):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     seed: int | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    service_tier: Hint | None = None
 
 
 def check_extras(body: CountTokensBody) -> None:

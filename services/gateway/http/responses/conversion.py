@@ -14,7 +14,7 @@ from typing import Any
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.responses.schema import ResponseBody
 from services.gateway.http.responses.tools import Toolbox, chat_name
-from services.gateway.http.schema import ChatBody, sampling_fields
+from services.gateway.http.schema import ChatBody, HeldBody, sampling_fields
 from services.gateway.tools import past_arguments
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -23,7 +23,9 @@ PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal":
 THOUGHTS = {"reasoning_text": "text", "summary_text": "text"}
 KINDS = "message, reasoning, function_call, custom_tool_call, and their outputs"
 # Fields that are called the same in a chat. The same goes for sampling parameters beyond OpenAI's.
-SAME = ("model", "stream", "temperature", "top_p", "service_tier", "user", "parallel_tool_calls")
+SAME = (
+    "model", "stream", "temperature", "top_p", "service_tier", "user", "parallel_tool_calls", *HeldBody.model_fields
+)  # fmt: skip
 BEYOND = frozenset({"priority", "cache_salt"})
 
 

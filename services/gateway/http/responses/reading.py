@@ -12,10 +12,11 @@ import orjson
 from pydantic_core import to_json
 
 from services.gateway.access import Caller
+from services.gateway.admission import tier_served
 from services.gateway.bodies import Incoming, PromptBounds, is_large, rendered, small
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.chat import read_chat, read_messages, template_options
-from services.gateway.http.format import TIERS_SERVED, CheckTurn, ParsedBody
+from services.gateway.http.format import CheckTurn, ParsedBody
 from services.gateway.http.responses.background import Background
 from services.gateway.http.responses.conversion import chat_of
 from services.gateway.http.responses.events import ResponseEvents
@@ -130,7 +131,8 @@ def own_names() -> Iterator[None]:
 def _renamed(error: InvalidRequest) -> InvalidRequest:
     first, *_ = (error.param or "").replace("[", ".").split(".")
     if first not in NAMES or error.param is None:
-        return error
+        message = error.message.replace("response_format", NAMES["response_format"])
+        return InvalidRequest(message, error.param, error.code)
     message, param = (
         text.replace(first, NAMES[first], 1).replace(".function.", ".") for text in (error.message, error.param)
     )
@@ -143,14 +145,13 @@ def _echo(body: ResponseBody, box: Toolbox, parsed: ParsedBody) -> dict[str, Any
     Raises:
         InvalidRequest
     """
-    tier = body.service_tier or "default"
     echo: dict[str, Any] = {
         "background": bool(body.background), "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
+        "max_output_tokens": body.max_output_tokens, "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {}, "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id, "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-        "safety_identifier": body.safety_identifier, "service_tier": TIERS_SERVED.get(tier, tier), "store": False,
+        "safety_identifier": body.safety_identifier, "service_tier": tier_served(body.service_tier), "store": False,
         "temperature": parsed.sampling.temperature, "top_p": parsed.sampling.top_p, "top_logprobs": 0,
         "text": {"format": _json((body.text and body.text.format) or TEXT, "text.format"), "verbosity": "medium"},
         "tool_choice": _json(body.tool_choice or "auto", "tool_choice"), "tools": _json(box.said, "tools"),

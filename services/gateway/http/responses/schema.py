@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.http.schema import Body, StreamOptions, validated
+from services.gateway.http.schema import Body, HeldBody, Hint, StreamOptions, validated
 
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
 LOGPROBS = "message.output_text.logprobs"
+# What a chat calls fields that would hold the answer to something.
+OF_CHATS = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
 
 
 class Reasoning(Body):
-    effort: str | None = None
-    summary: str | None = None
+    effort: Hint | None = None
+    summary: Hint | None = None
 
 
 class TextConfig(Body):
     format: dict[str, Any] | None = None
-    verbosity: str | None = None
+    verbosity: Hint | None = None
 
 
-class ResponseBody(Body):
+class ResponseBody(HeldBody):
     model: str
     input: Any
     instructions: str | None = None
@@ -32,6 +36,9 @@ class ResponseBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
+    # Of tools that a server runs, and here it runs none.
+    max_tool_calls: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    context_management: list[Any] | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: list[Any] | None = None
@@ -45,10 +52,11 @@ class ResponseBody(Body):
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
-    service_tier: str | None = None
+    service_tier: Hint | None = None
     user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    safety_identifier: Hint | None = None
+    prompt_cache_key: Hint | None = None
+    prompt_cache_retention: Hint | None = None
 
 
 class ConversationBody(Body):
@@ -74,8 +82,11 @@ def read_body(body: bytes) -> ResponseBody:
         raise InvalidRequest(f"truncation must be auto or disabled, got {found.truncation!r}", "truncation")
     if found.top_logprobs or LOGPROBS in (found.include or ()):
         raise _unsupported("top_logprobs" if found.top_logprobs else "include", "logprobs are not supported here")
-    if found.text and found.text.verbosity not in (None, "medium"):
-        raise _unsupported("text.verbosity", "not supported by this server")
+    if found.context_management:
+        raise _unsupported("context_management", "nothing is compacted here; truncation auto leaves out what is old")
+    for name, ours in OF_CHATS.items():
+        if (found.model_extra or {}).get(name) is not None:
+            raise _unsupported(name, f"in a response it is {ours}")
     check_metadata(found.metadata or {})
     return found
 
