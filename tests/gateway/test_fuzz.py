@@ -39,11 +39,13 @@ VALUES = st.recursive(
 TYPES = (
     "function", "custom", "namespace", "web_search", "mcp", "allowed_tools", "grammar", "message", "reasoning",
     "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "item_reference",
+    "web_search_call", "code_interpreter_call", "mcp_call", "mcp_list_tools", "shell_call", "shell_call_output",
+    "local_shell_call", "computer_call_output", "compaction",
 )  # fmt: skip
 # Tools and items of responses, with fields that they have and some that are wrong.
 KEYS = ("name", "namespace", "tools", "format", "parameters", "description", "strict", "mode", "call_id", "arguments",
         "input", "output", "role", "content", "id", "function", "custom", "allowed_tools", "grammar", "syntax",
-        "definition", "tool_calls")  # fmt: skip
+        "definition", "tool_calls", "action", "outputs", "results", "error", "summary")  # fmt: skip
 TYPED = st.recursive(
     st.fixed_dictionaries({"type": st.sampled_from(TYPES), "name": st.sampled_from(("a", "b"))}),
     lambda inner: st.builds(
@@ -84,9 +86,14 @@ CHATS = st.fixed_dictionaries(
         "max_tokens": st.just(2),
         "messages": st.lists(
             st.builds(
-                lambda calls, said: {"role": "assistant", "tool_calls": calls, **said},
+                lambda role, calls, said: {"role": role, "tool_calls": calls, **said},
+                st.sampled_from(("assistant", "assistant", "function")),
                 st.lists(CHAT_TOOLS, max_size=2),
-                st.dictionaries(st.just("content"), VALUES, max_size=1),
+                st.dictionaries(
+                    st.sampled_from(("content", "function_call", "audio", "refusal")),
+                    VALUES | st.just({"name": "f", "arguments": "{}"}) | st.lists(TYPED, max_size=2),
+                    max_size=3,
+                ),
             )
             | st.just({"role": "user", "content": "x"}),
             min_size=1,
@@ -116,13 +123,15 @@ MESSAGE_FIELDS = (
 NAMES = (
     "type", "text", "content", "role", "name", "id", "input", "tool_use_id", "is_error", "thinking", "signature",
     "budget_tokens", "display", "effort", "format", "schema", "edits", "input_schema", "strict", "defer_loading",
-    "eager_input_streaming", "tool_name", "cache_control", "disable_parallel_tool_use", "data",
+    "eager_input_streaming", "tool_name", "cache_control", "disable_parallel_tool_use", "data", "source", "title",
+    "context", "media_type", "url", "stdout",
 )  # fmt: skip
 WORDS = (
     "text", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking", "image", "document", "user",
     "assistant", "system", "enabled", "disabled", "adaptive", "omitted", "json_schema", "object", "auto", "any", "tool",
     "none", "custom", "tool_search_tool_regex_20251119", "bash_20250124", "text_editor_20250728", "memory_20250818",
-    "web_search_20250305", "ephemeral", "f", "low",
+    "web_search_20250305", "ephemeral", "f", "low", "updates", "search_result", "server_tool_use",
+    "web_search_tool_result", "mcp_tool_result", "container_upload",
 )  # fmt: skip
 LIKELY = st.recursive(
     st.sampled_from(WORDS) | VALUES,

@@ -11,6 +11,7 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Delta, check_salt, held_to, truncated
 from services.gateway.http import schema
 from services.gateway.http.format import CheckTurn, Format, Made, Name, ParsedBody, namer, structure_of
+from services.gateway.http.functions import with_tools
 from services.gateway.llm import LLM
 from services.gateway.model import budget_of, template_variables
 from services.gateway.text import Tokenizer
@@ -200,7 +201,7 @@ def read_messages(said: Sequence[schema.ChatMessage]) -> list[Mapping[str, Any]]
     """
     if not said:
         raise InvalidRequest("messages must not be empty", "messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(said)]
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(with_tools(said))]
 
 
 def _logprobs(body: schema.ChatBody) -> int | None:
@@ -210,7 +211,6 @@ def _logprobs(body: schema.ChatBody) -> int | None:
 
 
 def _message(message: schema.ChatMessage, param: str) -> Mapping[str, Any]:
-    schema.refuse_message_extras(message, param)
     role = ROLES.get(message.role)
     if role is None:
         allowed = ", ".join(ROLES)
@@ -226,26 +226,35 @@ def _message(message: schema.ChatMessage, param: str) -> Mapping[str, Any]:
 
 
 def _said(message: schema.ChatMessage, role: str, param: str) -> Content:
-    """An assistant may have refused, beside its content or in a part of it, or have said nothing."""
+    """An assistant may have refused, beside its content or in a part of it, or have spoken, or have said nothing."""
     if role == "assistant" and message.content in (None, []):
-        return message.refusal or ""
-    return _content(message.content, f"{param}.content", ("text", "refusal") if role == "assistant" else ("text",))
+        return message.refusal or _spoken(message.audio)
+    return _content(message.content, f"{param}.content", role == "assistant")
 
 
-def _content(content: Any, param: str, kinds: Sequence[str]) -> Content:
+def _spoken(audio: Any) -> str:
+    """The text of what was spoken, which its server may know by an id alone."""
+    text = audio.get("transcript") if isinstance(audio, Mapping) else None
+    return text if isinstance(text, str) else ""
+
+
+def _content(content: Any, param: str, is_answer: bool) -> Content:
+    """`is_answer`: it may have refusals, and parts that another server's model has made, which are left out."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise InvalidRequest(f"{param} must be a string or a list of text parts", param)
-    return [{"type": "text", "text": _part(part, f"{param}[{i}]", kinds)} for i, part in enumerate(content)]
+    parts = [_part(part, f"{param}[{i}]", is_answer) for i, part in enumerate(content)]
+    return [{"type": "text", "text": part} for part in parts if part is not None] or ""
 
 
-def _part(part: Any, param: str, kinds: Sequence[str]) -> str:
-    """`kinds`: the types that it may have, each with its text under the same name."""
+def _part(part: Any, param: str, is_answer: bool) -> str | None:
     if not isinstance(part, dict) or not isinstance(kind := part.get("type"), str):
         raise InvalidRequest(f"{param} must be an object with a type", param)
-    if kind not in kinds:
-        raise InvalidRequest(f"{param}.type: only {' and '.join(kinds)} is supported, got {kind!r}", f"{param}.type")
+    if kind != "text" and not (is_answer and kind == "refusal"):
+        if is_answer:
+            return None
+        raise InvalidRequest(f"{param}.type: only text is supported, got {kind!r}", f"{param}.type")
     text = part.get(kind)
     if not isinstance(text, str):
         raise InvalidRequest(f"{param}.{kind} must be a string", f"{param}.{kind}")

@@ -141,6 +141,8 @@ class ChatMessage(Body):
     refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    function_call: Any = None
+    audio: Any = None
 
 
 class ChatBody(GenerationBody):
@@ -246,14 +248,6 @@ def check_tokenize(body: TokenizeBody) -> None:
     """
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
-
-
-def refuse_message_extras(message: ChatMessage, param: str) -> None:
-    """
-    Raises:
-        InvalidRequest
-    """
-    _refuse_extras(message, f"{param}.")
 
 
 def _refuse_extras(body: Body, prefix: str) -> None:

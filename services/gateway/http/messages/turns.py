@@ -3,9 +3,10 @@
 system, and messages of role system before all others   one system message, first
 messages of role system behind those                     in their places; the user's where the template has none there
 messages of one role in a row                            one message: templates may want roles to alternate
-text blocks                                              their texts, a line each
+text, documents of text, search results                  their texts, a line each
 thinking                                                 the thoughts of the assistant's message, for templates to show
 tool_use, tool_result                                    a call of the assistant's message; a message of role tool
+blocks of the assistant that Anthropic's server made     the text in results; else nothing
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
+from services.gateway.http.hosted import result_text
 from services.gateway.http.messages.schema import CountTokensBody, MessageParam
 from services.gateway.http.schema import ChatMessage
 from services.gateway.untrusted import ChatTemplate
@@ -123,10 +125,13 @@ def _turns_of(message: MessageParam, where: str) -> Iterator[_Turn]:
                 yield _Turn(message.role, thoughts=[_string(block, "thinking", param)])
             case "assistant", "redacted_thinking":
                 pass
+            case "assistant", str(kind) if kind != "text":  # a block that Anthropic's server has made
+                if text := result_text(kind.removesuffix("_tool_result"), block.get("content")):
+                    yield _Turn(message.role, [text])
             case "user", "tool_result":
                 yield _Turn("tool", [_result(block, param)], answers=_call_id(block, "tool_use_id", param))
             case _:
-                yield _Turn(message.role, [_text(block, param)])
+                yield _Turn(message.role, [_readable(block, param)])
 
 
 def _call(block: Mapping[str, Any], param: str) -> Mapping[str, Any]:
@@ -154,7 +159,39 @@ def _result(block: Mapping[str, Any], param: str) -> str:
 def _part(block: Any, param: str) -> str:
     """A block of a result; that of a search for tools has the names of what it has found."""
     found = isinstance(block, Mapping) and block.get("type") == "tool_reference"
-    return _string(block, "tool_name", param) if found else _text(block, param)
+    return _string(block, "tool_name", param) if found else _readable(block, param)
+
+
+def _readable(block: Any, param: str) -> str:
+    """The text of a block, a document or a search result, with what is said about it."""
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if kind == "document":
+        return _tagged(block, kind, ("title", "context"), _source(block.get("source"), f"{param}.source"), param)
+    if kind == "search_result":
+        return _tagged(block, kind, ("title", "source"), _inner(block, param), param)
+    return _text(block, param)
+
+
+def _source(source: Any, param: str) -> str:
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if kind == "text":
+        return _string(source, "data", param)
+    if kind == "content":
+        return _inner(source, param)
+    raise InvalidRequest(f"{param}.type: only text and content are read here, got {kind!r}", f"{param}.type")
+
+
+def _inner(block: Mapping[str, Any], param: str) -> str:
+    content, param = block.get("content"), f"{param}.content"
+    if not isinstance(content, str | list):
+        raise InvalidRequest(f"{param} must be a string or a list of text blocks", param)
+    return text_of(content, param)
+
+
+def _tagged(block: Mapping[str, Any], kind: str, names: Sequence[str], text: str, param: str) -> str:
+    about = [(name, _string(block, name, param)) for name in names if block.get(name) is not None]
+    lines = [f"<{name}>{said}</{name}>" for name, said in about]
+    return "\n".join([f"<{kind}>", *lines, text, f"</{kind}>"])
 
 
 def _text(block: Any, param: str) -> str:

@@ -4,6 +4,7 @@ messages of one role in a row     one message: templates may want roles to alter
 reasoning                         thoughts of the assistant's message behind it
 ..._call                          calls of the assistant's message
 ..._call_output                   a message of role tool
+items of OpenAI's server          see history.py
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
+from services.gateway.http.responses.history import add_foreign
 from services.gateway.http.responses.schema import ResponseBody
 from services.gateway.http.responses.tools import Toolbox, chat_name
 from services.gateway.http.schema import ChatBody, HeldBody, sampling_fields
@@ -21,7 +23,7 @@ ROLES = ("user", "assistant", "system", "developer")
 # Each kind of part with text, and the field it has it in.
 PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 THOUGHTS = {"reasoning_text": "text", "summary_text": "text"}
-KINDS = "message, reasoning, function_call, custom_tool_call, and their outputs"
+KINDS = "message, reasoning, function_call, custom_tool_call, their outputs and items that OpenAI's server has made"
 # Fields that are called the same in a chat. The same goes for sampling parameters beyond OpenAI's.
 SAME = (
     "model", "stream", "temperature", "top_p", "service_tier", "user", "parallel_tool_calls", *HeldBody.model_fields
@@ -93,18 +95,20 @@ def _messages(body: ResponseBody) -> list[dict[str, Any]]:
         where = f"input[{i}]"
         if not isinstance(item, Mapping):
             raise InvalidRequest(f"{where} must be an object", where)
-        _add(messages, item, where)
+        _add(messages, item, where, i == len(body.input) - 1)
     return messages.made
 
 
-def _add(messages: _Messages, item: Mapping[str, Any], where: str) -> None:
+def _add(messages: _Messages, item: Mapping[str, Any], where: str, is_last: bool) -> None:
+    """Adds what an item says. Only earlier items may be of a type that nobody knows: the last one is to be answered."""
     match item.get("type", "message"):
         case "message":
             if (role := item.get("role")) not in ROLES:
                 raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{where}.role")
-            messages.say(role, _text(item.get("content"), f"{where}.content", PARTS))
+            messages.say(role, _text(item.get("content"), f"{where}.content", PARTS, role == "assistant"))
         case "reasoning":
-            messages.think(_text(item.get("content") or [], f"{where}.content", THOUGHTS))
+            thoughts = item.get("content") or item.get("summary")
+            messages.think(_text(thoughts, f"{where}.content", THOUGHTS, is_answer=True))
         case "function_call":
             arguments = _string(item, "arguments", where)
             messages.call(*_called(item, where), past_arguments(arguments, f"{where}.arguments"))
@@ -113,6 +117,11 @@ def _add(messages: _Messages, item: Mapping[str, Any], where: str) -> None:
         case "function_call_output" | "custom_tool_call_output":
             said = _text(item.get("output"), f"{where}.output", PARTS)
             messages.answer(_string(item, "call_id", where), said)
+        case "item_reference":
+            why = "no items are kept here to refer to: send the item itself"
+            raise InvalidRequest(f"{where}.type: item_reference: {why}", f"{where}.type")
+        case str(kind) if add_foreign(messages, kind, item) or not is_last:
+            pass
         case kind:
             raise InvalidRequest(f"{where}.type: only {KINDS} are supported, got {kind!r}", f"{where}.type")
 
@@ -131,17 +140,23 @@ def _string(item: Mapping[str, Any], name: str, where: str) -> str:
     return text
 
 
-def _text(content: Any, where: str, parts: Mapping[str, str]) -> str:
+def _text(content: Any, where: str, parts: Mapping[str, str], is_answer: bool = False) -> str:
+    """`is_answer`: another server's model may have said it, so it may be missing, or have parts that are left out."""
     if isinstance(content, str):
         return content
+    if content is None and is_answer:
+        return ""
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be a string or a list of parts", where)
-    return "\n".join(_part(part, f"{where}[{i}]", parts) for i, part in enumerate(content))
+    found = [_part(part, f"{where}[{i}]", parts, is_answer) for i, part in enumerate(content)]
+    return "\n".join(text for text in found if text is not None)
 
 
-def _part(part: Any, where: str, parts: Mapping[str, str]) -> str:
+def _part(part: Any, where: str, parts: Mapping[str, str], is_answer: bool) -> str | None:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or kind not in parts:
+        if is_answer and isinstance(kind, str):
+            return None
         raise InvalidRequest(f"{where}.type must be one of {', '.join(parts)}, got {kind!r}", f"{where}.type")
     text = part.get(parts[kind])
     if not isinstance(text, str):
