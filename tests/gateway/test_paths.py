@@ -85,6 +85,8 @@ async def test_a_route_that_is_missing_is_not_found(http: httpx.AsyncClient) -> 
     for method, path, allowed in (
         ("GET", "/v1/chat/completions", {"POST"}),
         ("POST", "/v1/models", {"GET"}),
+        ("TRACE", "/v1/responses/input_tokens", {"POST"}),
+        ("GET", "/v1/responses/input_tokens", {"POST"}),
         ("POST", "/v1/responses/resp_1", {"GET", "HEAD", "DELETE"}),
         ("PUT", "/v1/conversations/conv_1", {"GET", "HEAD", "POST", "DELETE"}),
     ):

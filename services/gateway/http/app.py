@@ -78,9 +78,9 @@ def build_app(
     anthropic = Anthropic(wall)
     _add_messages(app, front, wall, cors, anthropic)
     _refuse_upgrade(app)
-    app.router.routes.extend(kept_routes(front, wall))
     for path, respond, reduce in OF_TEXT:
         app.router.routes.append(Route(path, TextEndpoint(front, respond, reduce), methods=["POST"]))
+    app.router.routes.extend(kept_routes(front, wall))
     _add_admin(app, front, running)
     _add_errors(app, front, anthropic)
     add_models(app, front)

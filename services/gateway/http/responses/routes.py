@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import orjson
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.routing import Route
 
 from services.gateway.bodies import LARGE
@@ -194,7 +195,14 @@ def _items(said: Sequence[Any], asked: Asked) -> list[Any]:
     return found
 
 
-NOT_KEPT = re.compile("/v1/(responses/(?!resp_)|conversations/(?!conv_)).")
+class KeptName(StringConvertor):
+    """The name of a response or a conversation in a path: not that of a route."""
+
+    regex = "(?!input_tokens(?:/|$))[^/]+"
+
+
+register_url_convertor("kept", KeptName())
+NOT_KEPT = re.compile("/v1/(responses/(?!resp_|input_tokens$)|conversations/(?!conv_)).")
 KEPT: Mapping[str, Mapping[str, Respond]] = {
     "/v1/responses/{name}": {"GET": get_response, "DELETE": delete_response},
     "/v1/responses/{name}/cancel": {"POST": cancel_response},
@@ -229,4 +237,5 @@ def names_no_kept(path: str) -> bool:
 
 def kept_routes(front: FrontDesk, wall: Callable[[], float]) -> Iterator[Route]:
     for path, methods in KEPT.items():
+        path = path.replace("{name}", "{name:kept}")
         yield Route(path, KeptEndpoint(front, methods, wall), methods=list(methods))
