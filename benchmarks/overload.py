@@ -229,7 +229,8 @@ async def refusals(address: str) -> tuple[float, float]:
         if family.name == REFUSALS
         for sample in family.samples
     }
-    return samples[f"{REFUSALS}_bucket", str(REFUSED_S)], samples[f"{REFUSALS}_count", None]
+    fast, all_ = (f"{REFUSALS}_bucket", str(REFUSED_S)), (f"{REFUSALS}_count", None)
+    return samples.get(fast, 0.0), samples.get(all_, 0.0)  # there are none before the first
 
 
 async def refusals_untold() -> tuple[float, float]:
