@@ -139,17 +139,20 @@ def _choice(said: Any) -> _Choice:
             return _Choice(said)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
             return _Choice(mode, _allowed(allowed, "tool_choice.allowed_tools.tools"))
-    for kind in ("function", "custom"):
-        if (name := _named(said, kind)) is not None:
-            return _Choice(names=[(name, f"tool_choice.{kind}.name")], named=True)
+    if (named := _named(said)) is not None:
+        kind, name = named
+        return _Choice(names=[(name, f"tool_choice.{kind}.name")], named=True)
     raise InvalidRequest(f"tool_choice must be {CHOICES}, got {said!r}", "tool_choice")
 
 
-def _named(said: Any, kind: str) -> str | None:
-    """Returns the name in {"type": kind, kind: {"name": ...}}."""
-    inner = said.get(kind) if isinstance(said, Mapping) and said.get("type") == kind else None
-    name = inner.get("name") if isinstance(inner, Mapping) else None
-    return name if isinstance(name, str) else None
+def _named(said: Any) -> tuple[str, str] | None:
+    """Returns the kind and the name in {"type": kind, kind: {"name": ...}}."""
+    match said:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return "function", name
+        case {"type": "custom", "custom": {"name": str(name)}}:
+            return "custom", name
+    return None
 
 
 def _allowed(said: Sequence[Any], param: str) -> Sequence[tuple[str, str]]:
@@ -158,14 +161,9 @@ def _allowed(said: Sequence[Any], param: str) -> Sequence[tuple[str, str]]:
         raise InvalidRequest(f"{param} must have 1 to {MAX_TOOLS} tools, got {len(said)}", param)
     found = []
     for i, one in enumerate(said):
-        match one:
-            case {"type": "function", "function": {"name": str(name)}} | {
-                "type": "custom",
-                "custom": {"name": str(name)},
-            }:
-                found.append((name, f"{param}[{i}]"))
-            case _:
-                raise InvalidRequest(f"{param}[{i}] must be {NAMED}", f"{param}[{i}]")
+        if (named := _named(one)) is None:
+            raise InvalidRequest(f"{param}[{i}] must be {NAMED}", f"{param}[{i}]")
+        found.append((named[1], f"{param}[{i}]"))
     return found
 
 
