@@ -8,8 +8,8 @@
                   shorter as that was for others
     last token    as many more as others wrote of what they were allowed, at others' pace
 
-Nothing is said before others have ended, nor of work that has nobody before it: whatever was measured of a bad time, an
-idle cluster takes work, and measures anew.
+Nothing is said before others have ended or workers have measured how fast they prefill, nor of work that has nobody
+before it: whatever was measured of a bad time, an idle cluster takes work, and measures anew.
 """
 
 from __future__ import annotations
