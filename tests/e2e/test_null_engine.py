@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
 from tandem.registry import Registry, Role
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
+from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, metric, running_cluster
 
 pytestmark = pytest.mark.long
 WORKERS, SHARED, BLOCK = 3, 64, 16
@@ -100,13 +100,28 @@ async def everyone_tells_what_was_measured(fleet: RunningCluster) -> bool:
     return all(told) and all(load.step_s for load in decodes)
 
 
+async def first_line(address: str, prompt: list[int]) -> str:
+    """Returns what a stream says first that was asked for behind a burst."""
+    body = {"model": "null", "prompt": prompt, "max_tokens": 8, "stream": True}
+
+    def a_line_waits() -> bool:
+        return metric(address, "vllm:num_requests_waiting") > 32
+
+    await asyncio.to_thread(eventually, a_line_waits, BOUND_S, "more wait than are prefilled at once")
+    url = f"{address}/v1/completions"
+    async with httpx.AsyncClient(timeout=120) as http, http.stream("POST", url, json=body) as answer:
+        lines = [line async for line in answer.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return lines[0]
+
+
 async def test_a_plain_burst_is_answered_whole_on_defaults(tmp_path: Path, config_only: Path) -> None:
     """By openai's client, which tries nothing again: a prefill worker needs some seconds for the long prompts."""
     options = [f"--model-path={config_only}", "--model-name=null", "--engine=null", "--null-speedup=0.5"]
     prompts = [[1 + i % 4000] * 8 for i in range(512)] + [[1 + i] * 1141 for i in range(64)]
     with running_cluster(tmp_path, *options) as cluster:
         async with AsyncOpenAI(base_url=f"{cluster.http}/v1", api_key="none", max_retries=0) as client:
-            answers = await asyncio.gather(
-                *(client.completions.create(model="null", prompt=prompt, max_tokens=8) for prompt in prompts)
-            )
+            asked = [client.completions.create(model="null", prompt=prompt, max_tokens=8) for prompt in prompts]
+            *answers, first = await asyncio.gather(*asked, first_line(cluster.http, prompts[-1]))
+    assert first == ": waiting", "a stream in the line has a head before its turn"
     assert [answer.usage.prompt_tokens for answer in answers if answer.usage] == [len(prompt) for prompt in prompts]

@@ -67,6 +67,15 @@ def prompt_in(seen: list[worker_pb2.SequenceSpec], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(seen[0].token_ids, skip_special_tokens=False)
 
 
+def answered(call: dict[str, Any], result: str) -> list[Any]:
+    """Returns the messages of a chat whose earlier call has a result."""
+    return [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": result},
+    ]
+
+
 async def test_a_call_whole_and_streamed(client: AsyncOpenAI, says: Any, tokenizer: Tokenizer) -> None:
     seen = says(f"<think>\nWhere?\n</think>\n\nLet me look.\n{CALL}\n{CALL}")
     last: Any = None
@@ -195,12 +204,7 @@ async def test_strict_arguments_are_held_to_their_schema(client: AsyncOpenAI, sa
 async def test_results_go_back_into_the_prompt(client: AsyncOpenAI, says: Any, tokenizer: Tokenizer) -> None:
     seen = says("ok")
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"A"}'}}
-    messages = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
-    ]
-    await client.chat.completions.create(model=MODEL, messages=messages)
+    await client.chat.completions.create(model=MODEL, messages=answered(call, "rain"))
     assert prompt_in(seen, tokenizer) == '<user>hi\n<assistant>weather{"city": "A"}\n<tool>rainc1\n'
 
 

@@ -13,7 +13,7 @@ from benchmarks.json_schema_suite import takes
 from services.gateway.bodies import LARGE
 from services.gateway.text import Tokenizer
 from tests.gateway.peers import MODEL
-from tests.gateway.tools.test_calls import ASKED, CALL, TOOLS, client, prompt_in, says
+from tests.gateway.tools.test_calls import ASKED, CALL, TOOLS, answered, client, prompt_in, says
 
 __all__ = ["client", "says"]  # fixtures
 FORM = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[a-c]+"}}
@@ -82,12 +82,7 @@ async def test_the_template_sees_custom_tools_as_functions_of_one_text(
 ) -> None:
     seen = says("ok")
     call = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": "ab"}}
-    messages = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "done"},
-    ]
-    await client.chat.completions.create(**{**CUSTOM, "messages": messages})
+    await client.chat.completions.create(**{**CUSTOM, "messages": answered(call, "done")})
     assert prompt_in(seen, tokenizer) == (
         '[weather][time][patch][tell]<user>hi\n<assistant>patch{"input": "ab"}\n<tool>donec1\n'
     )
@@ -112,12 +107,7 @@ async def test_arguments_of_any_kind_do_not_end_a_conversation(
 ) -> None:
     seen = says("ok")
     call = {"id": "c1", "type": "function", "function": {"name": "note", "arguments": said}}
-    messages: list[Any] = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "bad arguments"},
-    ]
-    await client.chat.completions.create(model=MODEL, messages=messages)
+    await client.chat.completions.create(model=MODEL, messages=answered(call, "bad arguments"))
     shown = json.dumps({"INVALID_JSON": said} if said in ('{"text": "unfin', "[]", "3") else {})
     assert prompt_in(seen, tokenizer) == f"<user>hi\n<assistant>note{shown}\n<tool>bad argumentsc1\n"
 
