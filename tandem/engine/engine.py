@@ -311,7 +311,7 @@ class Engine:
             output = self._advance(seq, num_tokens, tokens.get(seq.request_id, []))
             if output is not None:
                 outputs.append(output)
-        if self._scheduler.suspects:
+        if self._scheduler.suspects or self._scheduler.apart:
             self._acquit([item.seq for item in batch])
         return outputs
 
@@ -321,7 +321,7 @@ class Engine:
         for seq in self._scheduler.take_moved():
             page.leave(seq.slot)
             runs = seq.status is Status.RUNNING and self._live.get(seq.request_id) is seq
-            kind = SUSPECT if seq in suspects else COMPUTING
+            kind = SUSPECT if seq in suspects or self._scheduler.waits_apart(seq) else COMPUTING
             seq.slot = page.enter(seq.choice_id, seq.num_output_tokens, kind) if runs else NOBODY
         if not batch:
             return
@@ -331,8 +331,11 @@ class Engine:
             page.stepping()
 
     def _acquit(self, computed: list[Sequence]) -> None:
-        """Suspects among these that are past the place where another engine has died."""
+        """Suspects among these that are past the place where another engine has died, and who has begun apart."""
         for seq in computed:
+            if seq.apart_until and seq.num_output_tokens >= seq.apart_until:
+                self._scheduler.apart.pop(seq, None)
+                seq.apart_until = 0
             if seq in self._scheduler.suspects and seq.num_output_tokens >= seq.alone_until:
                 del self._scheduler.suspects[seq]
                 seq.alone_until = 0

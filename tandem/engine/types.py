@@ -44,8 +44,8 @@ class Request:
     in chunks that leave no more than `itl_target_s` between its tokens, where that is not 0 and can be kept.
 
     `choice_id` names it in the crash page, whatever engine it runs on; by default its request id. A suspect, of which
-    an engine may have died, computes alone until there are `alone_until` tokens of its answer. With `dimensions`, 0 for
-    all, the prompt's embedding is wanted.
+    an engine may have died, computes alone until there are `alone_until` tokens of its answer. Of those that begin
+    apart, one begins at a time. With `dimensions`, 0 for all, the prompt's embedding is wanted.
     """
 
     request_id: str
@@ -60,6 +60,7 @@ class Request:
     itl_target_s: float = 0.0
     choice_id: str = ""
     alone_until: int = 0
+    begins_apart: bool = False
     dimensions: int | None = None
 
 

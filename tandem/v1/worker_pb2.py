@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import llm_pb2 as tandem_dot_v1_dot_llm__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x13tandem/v1/llm.proto\"\x1b\n\x05Pulse\x12\x12\n\nstarvation\x18\x01 \x01(\x02\"\xa9\x01\n\x0bWorkRequest\x12,\n\x0creservations\x18\x01 \x03(\x0b\x32\x16.tandem.v1.Reservation\x12$\n\x08prefills\x18\x02 \x03(\x0b\x32\x12.tandem.v1.Prefill\x12\x0e\n\x06\x61\x62orts\x18\x03 \x03(\t\x12\x15\n\rnum_passed_on\x18\x04 \x01(\x04\x12\x1f\n\x05pulse\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Pulse\"\xe4\x01\n\x0cWorkResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12%\n\x08reserved\x18\x02 \x03(\x0b\x32\x13.tandem.v1.Reserved\x12\'\n\tprefilled\x18\x03 \x03(\x0b\x32\x14.tandem.v1.Prefilled\x12*\n\x07outputs\x18\x04 \x03(\x0b\x32\x19.tandem.v1.SequenceOutput\x12\x10\n\x08released\x18\x05 \x03(\t\x12\x10\n\x08num_sent\x18\x06 \x01(\x04\x12\x1f\n\x05pulse\x18\x07 \x01(\x0b\x32\x10.tandem.v1.Pulse\"l\n\x0bReservation\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12\x15\n\rlocal_prefill\x18\x02 \x01(\x08\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\t\"H\n\x08Reserved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x06ticket\x18\x02 \x01(\x0b\x32\x18.tandem.v1.LandingTicket\"\x86\x01\n\x07Prefill\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12(\n\x06ticket\x18\x02 \x01(\x0b\x32\x18.tandem.v1.LandingTicket\x12&\n\x06holder\x18\x03 \x01(\x0b\x32\x16.tandem.v1.CacheHolder\"L\n\x0b\x43\x61\x63heHolder\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x18\n\x10transfer_address\x18\x03 \x01(\t\"\xfc\x01\n\tPrefilled\x12)\n\x06output\x18\x01 \x01(\x0b\x32\x19.tandem.v1.SequenceOutput\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\x12G\n\x12refused_transports\x18\x04 \x03(\x0b\x32+.tandem.v1.Prefilled.RefusedTransportsEntry\x12\x16\n\x0e\x66\x65tched_tokens\x18\x05 \x01(\r\x1a\x38\n\x16RefusedTransportsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xf7\x03\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12+\n\x0bspeculative\x18\x08 \x01(\x0b\x32\x16.tandem.v1.Speculative\x12\x18\n\x10num_prior_tokens\x18\t \x01(\r\x12#\n\x07\x61\x64\x61pter\x18\n \x01(\x0b\x32\x12.tandem.v1.Adapter\x12@\n\rtrace_context\x18\x0b \x03(\x0b\x32).tandem.v1.SequenceSpec.TraceContextEntry\x12\x15\n\ritl_target_ms\x18\x0c \x01(\r\x12\x11\n\tchoice_id\x18\r \x01(\t\x12\x13\n\x0b\x61lone_until\x18\x0e \x01(\r\x12\'\n\tembedding\x18\x0f \x01(\x0b\x32\x14.tandem.v1.Embedding\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1f\n\tEmbedding\x12\x12\n\ndimensions\x18\x01 \x01(\r\"7\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\"0\n\x12ReadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\":\n\x13ReadAdapterResponse\x12#\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Adapter\"&\n\x12\x44ropAdapterRequest\x12\x10\n\x08revision\x18\x01 \x01(\t\"\x15\n\x13\x44ropAdapterResponse\"\xce\x01\n\rLandingTicket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x16\n\x0ekv_layout_hash\x18\x05 \x01(\t\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_prompt_blocks\x18\x07 \x01(\r\x12\r\n\x05proof\x18\x08 \x01(\t\"\x8e\x03\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12#\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x12.tandem.v1.Failure\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x1b\n\x13num_proposed_tokens\x18\x08 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\t \x01(\r\x12\x31\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x12\n\nbatch_size\x18\x0b \x01(\r\x12\x10\n\x08kv_usage\x18\x0c \x01(\x02\x12\x11\n\tembedding\x18\r \x03(\x02\"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\",\n\x15ReadModelFilesRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"4\n\x16ReadModelFilesResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x32L\n\rWorkerService\x12;\n\x04Work\x12\x16.tandem.v1.WorkRequest\x1a\x17.tandem.v1.WorkResponse(\x01\x30\x01\x32\xac\x01\n\x0e\x41\x64\x61pterService\x12L\n\x0bReadAdapter\x12\x1d.tandem.v1.ReadAdapterRequest\x1a\x1e.tandem.v1.ReadAdapterResponse\x12L\n\x0b\x44ropAdapter\x12\x1d.tandem.v1.DropAdapterRequest\x1a\x1e.tandem.v1.DropAdapterResponse2l\n\x11ModelFilesService\x12W\n\x0eReadModelFiles\x12 .tandem.v1.ReadModelFilesRequest\x1a!.tandem.v1.ReadModelFilesResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x13tandem/v1/llm.proto\"\x1b\n\x05Pulse\x12\x12\n\nstarvation\x18\x01 \x01(\x02\"\xa9\x01\n\x0bWorkRequest\x12,\n\x0creservations\x18\x01 \x03(\x0b\x32\x16.tandem.v1.Reservation\x12$\n\x08prefills\x18\x02 \x03(\x0b\x32\x12.tandem.v1.Prefill\x12\x0e\n\x06\x61\x62orts\x18\x03 \x03(\t\x12\x15\n\rnum_passed_on\x18\x04 \x01(\x04\x12\x1f\n\x05pulse\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Pulse\"\xe4\x01\n\x0cWorkResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12%\n\x08reserved\x18\x02 \x03(\x0b\x32\x13.tandem.v1.Reserved\x12\'\n\tprefilled\x18\x03 \x03(\x0b\x32\x14.tandem.v1.Prefilled\x12*\n\x07outputs\x18\x04 \x03(\x0b\x32\x19.tandem.v1.SequenceOutput\x12\x10\n\x08released\x18\x05 \x03(\t\x12\x10\n\x08num_sent\x18\x06 \x01(\x04\x12\x1f\n\x05pulse\x18\x07 \x01(\x0b\x32\x10.tandem.v1.Pulse\"l\n\x0bReservation\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12\x15\n\rlocal_prefill\x18\x02 \x01(\x08\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\t\"H\n\x08Reserved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12(\n\x06ticket\x18\x02 \x01(\x0b\x32\x18.tandem.v1.LandingTicket\"\x86\x01\n\x07Prefill\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12(\n\x06ticket\x18\x02 \x01(\x0b\x32\x18.tandem.v1.LandingTicket\x12&\n\x06holder\x18\x03 \x01(\x0b\x32\x16.tandem.v1.CacheHolder\"L\n\x0b\x43\x61\x63heHolder\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x18\n\x10transfer_address\x18\x03 \x01(\t\"\xfc\x01\n\tPrefilled\x12)\n\x06output\x18\x01 \x01(\x0b\x32\x19.tandem.v1.SequenceOutput\x12\x16\n\x0etransfer_bytes\x18\x02 \x01(\x04\x12\x11\n\ttransport\x18\x03 \x01(\t\x12G\n\x12refused_transports\x18\x04 \x03(\x0b\x32+.tandem.v1.Prefilled.RefusedTransportsEntry\x12\x16\n\x0e\x66\x65tched_tokens\x18\x05 \x01(\r\x1a\x38\n\x16RefusedTransportsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8d\x04\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12+\n\x0bspeculative\x18\x08 \x01(\x0b\x32\x16.tandem.v1.Speculative\x12\x18\n\x10num_prior_tokens\x18\t \x01(\r\x12#\n\x07\x61\x64\x61pter\x18\n \x01(\x0b\x32\x12.tandem.v1.Adapter\x12@\n\rtrace_context\x18\x0b \x03(\x0b\x32).tandem.v1.SequenceSpec.TraceContextEntry\x12\x15\n\ritl_target_ms\x18\x0c \x01(\r\x12\x11\n\tchoice_id\x18\r \x01(\t\x12\x13\n\x0b\x61lone_until\x18\x0e \x01(\r\x12\'\n\tembedding\x18\x0f \x01(\x0b\x32\x14.tandem.v1.Embedding\x12\x14\n\x0c\x62\x65gins_apart\x18\x10 \x01(\x08\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1f\n\tEmbedding\x12\x12\n\ndimensions\x18\x01 \x01(\r\"7\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\"0\n\x12ReadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\":\n\x13ReadAdapterResponse\x12#\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Adapter\"&\n\x12\x44ropAdapterRequest\x12\x10\n\x08revision\x18\x01 \x01(\t\"\x15\n\x13\x44ropAdapterResponse\"\xce\x01\n\rLandingTicket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\t\x12\x18\n\x10transfer_address\x18\x04 \x01(\t\x12\x16\n\x0ekv_layout_hash\x18\x05 \x01(\t\x12\x19\n\x11num_cached_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_prompt_blocks\x18\x07 \x01(\r\x12\r\n\x05proof\x18\x08 \x01(\t\"\x8e\x03\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12#\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x12.tandem.v1.Failure\x12*\n\x08logprobs\x18\x07 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x1b\n\x13num_proposed_tokens\x18\x08 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\t \x01(\r\x12\x31\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12\x12\n\nbatch_size\x18\x0b \x01(\r\x12\x10\n\x08kv_usage\x18\x0c \x01(\x02\x12\x11\n\tembedding\x18\r \x03(\x02\"(\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\",\n\x15ReadModelFilesRequest\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\"4\n\x16ReadModelFilesResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x32L\n\rWorkerService\x12;\n\x04Work\x12\x16.tandem.v1.WorkRequest\x1a\x17.tandem.v1.WorkResponse(\x01\x30\x01\x32\xac\x01\n\x0e\x41\x64\x61pterService\x12L\n\x0bReadAdapter\x12\x1d.tandem.v1.ReadAdapterRequest\x1a\x1e.tandem.v1.ReadAdapterResponse\x12L\n\x0b\x44ropAdapter\x12\x1d.tandem.v1.DropAdapterRequest\x1a\x1e.tandem.v1.DropAdapterResponse2l\n\x11ModelFilesService\x12W\n\x0eReadModelFiles\x12 .tandem.v1.ReadModelFilesRequest\x1a!.tandem.v1.ReadModelFilesResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -55,35 +55,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLED_REFUSEDTRANSPORTSENTRY']._serialized_start=1086
   _globals['_PREFILLED_REFUSEDTRANSPORTSENTRY']._serialized_end=1142
   _globals['_SEQUENCESPEC']._serialized_start=1145
-  _globals['_SEQUENCESPEC']._serialized_end=1648
-  _globals['_SEQUENCESPEC_TRACECONTEXTENTRY']._serialized_start=1597
-  _globals['_SEQUENCESPEC_TRACECONTEXTENTRY']._serialized_end=1648
-  _globals['_EMBEDDING']._serialized_start=1650
-  _globals['_EMBEDDING']._serialized_end=1681
-  _globals['_ADAPTER']._serialized_start=1683
-  _globals['_ADAPTER']._serialized_end=1738
-  _globals['_READADAPTERREQUEST']._serialized_start=1740
-  _globals['_READADAPTERREQUEST']._serialized_end=1788
-  _globals['_READADAPTERRESPONSE']._serialized_start=1790
-  _globals['_READADAPTERRESPONSE']._serialized_end=1848
-  _globals['_DROPADAPTERREQUEST']._serialized_start=1850
-  _globals['_DROPADAPTERREQUEST']._serialized_end=1888
-  _globals['_DROPADAPTERRESPONSE']._serialized_start=1890
-  _globals['_DROPADAPTERRESPONSE']._serialized_end=1911
-  _globals['_LANDINGTICKET']._serialized_start=1914
-  _globals['_LANDINGTICKET']._serialized_end=2120
-  _globals['_SEQUENCEOUTPUT']._serialized_start=2123
-  _globals['_SEQUENCEOUTPUT']._serialized_end=2521
-  _globals['_FAILURE']._serialized_start=2523
-  _globals['_FAILURE']._serialized_end=2563
-  _globals['_READMODELFILESREQUEST']._serialized_start=2565
-  _globals['_READMODELFILESREQUEST']._serialized_end=2609
-  _globals['_READMODELFILESRESPONSE']._serialized_start=2611
-  _globals['_READMODELFILESRESPONSE']._serialized_end=2663
-  _globals['_WORKERSERVICE']._serialized_start=2665
-  _globals['_WORKERSERVICE']._serialized_end=2741
-  _globals['_ADAPTERSERVICE']._serialized_start=2744
-  _globals['_ADAPTERSERVICE']._serialized_end=2916
-  _globals['_MODELFILESSERVICE']._serialized_start=2918
-  _globals['_MODELFILESSERVICE']._serialized_end=3026
+  _globals['_SEQUENCESPEC']._serialized_end=1670
+  _globals['_SEQUENCESPEC_TRACECONTEXTENTRY']._serialized_start=1619
+  _globals['_SEQUENCESPEC_TRACECONTEXTENTRY']._serialized_end=1670
+  _globals['_EMBEDDING']._serialized_start=1672
+  _globals['_EMBEDDING']._serialized_end=1703
+  _globals['_ADAPTER']._serialized_start=1705
+  _globals['_ADAPTER']._serialized_end=1760
+  _globals['_READADAPTERREQUEST']._serialized_start=1762
+  _globals['_READADAPTERREQUEST']._serialized_end=1810
+  _globals['_READADAPTERRESPONSE']._serialized_start=1812
+  _globals['_READADAPTERRESPONSE']._serialized_end=1870
+  _globals['_DROPADAPTERREQUEST']._serialized_start=1872
+  _globals['_DROPADAPTERREQUEST']._serialized_end=1910
+  _globals['_DROPADAPTERRESPONSE']._serialized_start=1912
+  _globals['_DROPADAPTERRESPONSE']._serialized_end=1933
+  _globals['_LANDINGTICKET']._serialized_start=1936
+  _globals['_LANDINGTICKET']._serialized_end=2142
+  _globals['_SEQUENCEOUTPUT']._serialized_start=2145
+  _globals['_SEQUENCEOUTPUT']._serialized_end=2543
+  _globals['_FAILURE']._serialized_start=2545
+  _globals['_FAILURE']._serialized_end=2585
+  _globals['_READMODELFILESREQUEST']._serialized_start=2587
+  _globals['_READMODELFILESREQUEST']._serialized_end=2631
+  _globals['_READMODELFILESRESPONSE']._serialized_start=2633
+  _globals['_READMODELFILESRESPONSE']._serialized_end=2685
+  _globals['_WORKERSERVICE']._serialized_start=2687
+  _globals['_WORKERSERVICE']._serialized_end=2763
+  _globals['_ADAPTERSERVICE']._serialized_start=2766
+  _globals['_ADAPTERSERVICE']._serialized_end=2938
+  _globals['_MODELFILESSERVICE']._serialized_start=2940
+  _globals['_MODELFILESSERVICE']._serialized_end=3048
 # @@protoc_insertion_point(module_scope)

@@ -105,7 +105,7 @@ class Prefilled(_message.Message):
     def __init__(self, output: _Optional[_Union[SequenceOutput, _Mapping]] = ..., transfer_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., refused_transports: _Optional[_Mapping[str, str]] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("request_id", "token_ids", "sampling", "priority", "cache_salt", "timeout_ms", "tenant", "speculative", "num_prior_tokens", "adapter", "trace_context", "itl_target_ms", "choice_id", "alone_until", "embedding")
+    __slots__ = ("request_id", "token_ids", "sampling", "priority", "cache_salt", "timeout_ms", "tenant", "speculative", "num_prior_tokens", "adapter", "trace_context", "itl_target_ms", "choice_id", "alone_until", "embedding", "begins_apart")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class SequenceSpec(_message.Message):
     CHOICE_ID_FIELD_NUMBER: _ClassVar[int]
     ALONE_UNTIL_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_APART_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _llm_pb2.SamplingParams
@@ -143,7 +144,8 @@ class SequenceSpec(_message.Message):
     choice_id: str
     alone_until: int
     embedding: Embedding
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_llm_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., speculative: _Optional[_Union[_llm_pb2.Speculative, _Mapping]] = ..., num_prior_tokens: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., itl_target_ms: _Optional[int] = ..., choice_id: _Optional[str] = ..., alone_until: _Optional[int] = ..., embedding: _Optional[_Union[Embedding, _Mapping]] = ...) -> None: ...
+    begins_apart: bool
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_llm_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., speculative: _Optional[_Union[_llm_pb2.Speculative, _Mapping]] = ..., num_prior_tokens: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., itl_target_ms: _Optional[int] = ..., choice_id: _Optional[str] = ..., alone_until: _Optional[int] = ..., embedding: _Optional[_Union[Embedding, _Mapping]] = ..., begins_apart: _Optional[bool] = ...) -> None: ...
 
 class Embedding(_message.Message):
     __slots__ = ("dimensions",)

@@ -41,6 +41,7 @@ def request_of(spec: worker_pb2.SequenceSpec) -> Request:
         itl_target_s=spec.itl_target_ms / 1000,
         choice_id=spec.choice_id,
         alone_until=spec.alone_until,
+        begins_apart=spec.begins_apart,
         dimensions=spec.embedding.dimensions if spec.HasField("embedding") else None,
     )
 

@@ -103,6 +103,48 @@ def test_a_suspect_computes_alone_until_it_is_past_the_place(config_only: Path) 
     assert_idle(page.engine)
 
 
+def test_those_that_begin_apart_begin_one_by_one(config_only: Path) -> None:
+    """And with all others: whoever is at its place in a crash is then the only one there."""
+    page = watched(config_only)
+    page.engine.add(request("20", 8, 60))
+    page.step()
+    for length in (6, 7, 40, 5):
+        page.engine.add(request(str(length), length, 12, begins_apart=True))
+    page.run()
+    assert {name: len(tokens) for name, tokens in page.tokens.items()} == {"20": 60} | dict.fromkeys("67", 12) | {
+        "40": 12, "5": 12
+    }  # fmt: skip
+    beginning = [[name for name, place in named.items() if name != "choice 20" and place < 2] for named in page.named]
+    assert max(map(len, beginning)) == 1
+    assert [place for named in page.named if (place := named.get("choice 40", 9)) < 3] == [0, 0, 0, 0, 1, 2]
+    assert len({"choice 6", "choice 7", "choice 5"} & max(page.named, key=len).keys()) > 1, "they run together then"
+    assert page.engine._scheduler.apart == {}
+    assert_idle(page.engine)
+
+
+def test_those_that_begin_apart_wait_for_blocks_as_others_do(config_only: Path) -> None:
+    page = watched(config_only, num_blocks=16)
+    for i in range(8):
+        page.engine.add(request(str(i), 20 + i, 20, begins_apart=i % 2))
+    page.run()
+    assert {name: len(tokens) for name, tokens in page.tokens.items()} == dict.fromkeys("01234567", 20)
+    assert_idle(page.engine)
+
+
+def test_an_aborted_one_that_begins_apart_keeps_nobody_waiting(config_only: Path) -> None:
+    page = watched(config_only)
+    page.engine.reserve(request("a", 20, begins_apart=True))
+    page.engine.add(request("b", 40, begins_apart=True))
+    page.engine.add(request("c", 20, begins_apart=True))
+    page.step()
+    assert page.named == [{"choice b": 0}]
+    page.engine.abort("b")
+    page.run()
+    page.engine.abort("a")
+    assert len(page.tokens["c"]) == 10
+    assert_idle(page.engine)
+
+
 def test_others_go_on_beside_a_suspect(config_only: Path) -> None:
     """Every other step is theirs."""
     page = watched(config_only)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from services.gateway.errors import Poison
-from services.gateway.generation.suspicion import LATE_S, TOLD_S, UNHEARD_TOKENS, Deaths, Suspicion
+from services.gateway.generation.suspicion import TOLD_S, UNHEARD_TOKENS, Deaths, Suspicion
 from tandem.containment.crash_page import Death
 from tandem.registry import RegistryUnavailable
 from tests.virtual_time import in_virtual_time
@@ -87,32 +87,69 @@ async def test_two_deaths_at_a_place_are_poison() -> None:
         await one.lost(["second"], 7, later())
     assert (refused.value.status, refused.value.code) == (422, "poison")
     await other.lost(["second"], 2, later())
-    assert other.alone_until == 4
+    assert other.alone_until == 0, "another was what both have died of"
 
 
 @in_virtual_time
-async def test_only_the_first_goes_on_before_word_comes_late() -> None:
-    """Two workers killed at once on a busy machine: hundreds of answers must not go on one by one for that."""
+async def test_of_what_nobody_tells_all_go_on_at_once() -> None:
+    """A host has vanished: hundreds of answers must not go on one by one for that."""
     told = Told()
     choices = [told.suspicion(str(number)) for number in range(20)]
-    asyncio.get_running_loop().call_later(4 * TOLD_S, told.tell, "killed", "SIGKILL")
     started = later(0)
-    await asyncio.gather(*(choice.lost(["killed"], 5, later()) for choice in choices))
-    assert [choice.alone_until > 0 for choice in choices] == [True] + [False] * 19
-    assert later(0) - started < LATE_S
+    await asyncio.gather(*(choice.lost(["vanished"], 5, later()) for choice in choices))
+    assert later(0) - started < 2 * TOLD_S
+    assert {(choice.alone_until, choice.begins_apart) for choice in choices} == {(0, True)}
 
 
 @in_virtual_time
-async def test_of_what_nobody_tells_it_is_a_suspect_for_a_while() -> None:
+async def test_behind_two_deaths_that_nobody_tells_it_goes_alone_in_the_end() -> None:
     told = Told()
     one = told.suspicion()
-    started = later(0)
     await one.lost(["unknown"], 5, later())
-    assert TOLD_S <= later(0) - started < PATIENCE_S
-    assert one.alone_until == 5 + UNHEARD_TOKENS + 2
     told.gone = True
+    started = later(0)
     await one.lost(["another"], 5 + UNHEARD_TOKENS + 1, later())
+    assert later(0) - started >= PATIENCE_S
     assert one.alone_until == 5 + UNHEARD_TOKENS + 1 + UNHEARD_TOKENS + 2
+    await one.lost([], one.alone_until, later())
+    assert (one.alone_until, one.begins_apart) == (0, False)
+
+
+async def lost_twice(told: Told, choice_id: str, heard: int) -> Suspicion:
+    """Returns its record where nobody had told of the first death when it went on, and of both once the second came."""
+    deaths, told.deaths, told.of = told.deaths, {}, Deaths(told._ask)
+    one = told.suspicion(choice_id)
+    await one.lost(["first"], heard, later())
+    assert one.begins_apart
+    told.deaths = deaths
+    await one.lost(["second"], heard + 1, later())
+    return one
+
+
+@in_virtual_time
+@pytest.mark.parametrize("place", [7, 8])
+async def test_the_only_one_at_its_place_in_both_deaths_is_poison(place: int) -> None:
+    told = Told()
+    told.tell("first", poison=7, past=5, short_of=30, left=9)
+    told.tell("second", poison=place, past=7, short_of=29, new=0)
+    with pytest.raises(Poison, match="first, second"):
+        await lost_twice(told, "poison", 6)
+    past = await lost_twice(told, "past", 4)
+    assert past.alone_until == 9, "a suspect of the second death alone"
+    assert (await lost_twice(told, "left", 8)).alone_until == 11
+    assert (await lost_twice(told, "short_of", 28)).alone_until == 32
+
+
+@in_virtual_time
+async def test_two_at_their_places_in_both_deaths_are_no_poison_yet() -> None:
+    told = Told()
+    told.tell("first", a=7, b=9)
+    told.tell("second", a=7, b=9)
+    one = await lost_twice(told, "a", 6)
+    assert one.alone_until == 9
+    told.tell("third", a=7)
+    with pytest.raises(Poison):
+        await one.lost(["third"], 6, later())
 
 
 @in_virtual_time

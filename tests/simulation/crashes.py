@@ -36,6 +36,10 @@ class Crashes:
     def started(self, name: str) -> None:
         self._tell(name)
 
+    def forget(self, name: str) -> None:
+        """Nobody will tell of its last death."""
+        self._pages.pop(name, None)
+
     def page_of(self, process: Process) -> CrashPage:
         """The page of a worker that begins."""
         page = CrashPage()

@@ -133,7 +133,7 @@ class Pipeline:
                 self.cluster.convictions.add(sequence, verdict)
                 raise
             crashed.clear()
-            sequence.alone_until = suspicion.alone_until
+            sequence.alone_until, sequence.begins_apart = suspicion.alone_until, suspicion.begins_apart
         _continue_behind(sequence, choice.written)
         sequence.request_id = f"{choice.name}-{self._nonce()}"
         choice.migrated = number

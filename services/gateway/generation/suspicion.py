@@ -1,29 +1,29 @@
 """Evidence that a choice is what its workers have died of, and what follows from it.
 
-a worker's stream breaks     -> the choices that it had are suspects, wherever each had come to
-its crash page is told       -> those that it does not name, and all where it did not crash, are suspects no longer
+a worker's stream breaks     -> the choices that it had wait a moment for word of its death
+its crash page is told       -> whom it names is a suspect; the others, and all where it did not crash, go on at once
+nothing is told              -> all go on at once, only that on each worker one begins at a time
 a suspect goes on            -> computing alone, as its worker's only suspect, until it is past that place: acquitted
-named by two deaths' pages   -> Poison: it goes on nowhere
+named by two deaths' pages   -> Poison, where nobody else was at the same place both times: it goes on nowhere
 
-The launcher tells of a death at once; where the worker's next start has to, a suspect goes on before it is known. The
-others of that death would only stand in line behind it, so they wait a little longer for word, which acquits all that
-it does not name. Behind two deaths of which nothing is known yet it waits: a third worker is not risked.
+A launcher tells of a death at once; the worker's next start does where there is none, and of a host that has vanished
+nobody ever. Behind two deaths of which something is unknown a choice waits: a third worker is not risked for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import combinations
 
 from services.gateway.errors import Poison
 from tandem.containment import Death
 from tandem.registry import RegistryUnavailable
 
-# A launcher has reported a death by then; on a busy machine, or where several workers died at once, by LATE_S.
+# A launcher has reported a death by then.
 TOLD_S = 0.25
-LATE_S = 2.0
 ASK_S = 0.02
 # What a worker may have computed of an answer that its gateway had not heard of yet.
 UNHEARD_TOKENS = 16
@@ -41,17 +41,16 @@ class Deaths:
         self._ask = ask
         self._known: dict[str, Death] = {}
         self._asking: dict[str, asyncio.Task[Death | None]] = {}
-        self._asked_at: dict[str, float] = {}
+        self._explained: dict[str, None] = {}
 
-    def patience_s(self, incarnation: str) -> float:
-        """How long to wait for word of this death: the first who asks goes on soon, others behind it."""
-        now = asyncio.get_running_loop().time()
-        if incarnation in self._asked_at:
-            return max(TOLD_S, self._asked_at[incarnation] + LATE_S - now)
-        self._asked_at[incarnation] = now
-        if len(self._asked_at) > MAX_KNOWN:
-            del self._asked_at[next(iter(self._asked_at))]
-        return TOLD_S
+    def explain(self, deaths: Iterable[Death]) -> None:
+        """A choice was convicted of these: nobody else is a suspect for them."""
+        self._explained |= dict.fromkeys(death.incarnation for death in deaths)
+        while len(self._explained) > MAX_KNOWN:
+            del self._explained[next(iter(self._explained))]
+
+    def is_explained(self, incarnation: str) -> bool:
+        return incarnation in self._explained
 
     async def of(self, incarnation: str, wait_s: float) -> Death | None:
         """None if nothing becomes known within `wait_s`."""
@@ -103,22 +102,48 @@ class Suspicion:
         Raises:
             Poison
         """
-        self._losses = {
-            name: loss for name, loss in self._losses.items() if self._place(loss) + PAST_TOKENS > num_written
-        }
+        self._forget(num_written)
         self._losses |= {incarnation: Loss(num_written) for incarnation in incarnations}
         now = asyncio.get_running_loop().time
-        patient_until = min(now() + self._patience_s, deadline)
+        patient_until = now() + min(self._patience_s, (deadline - now()) / 2)  # it has yet to compute the rest
         await self._learn(deadline)
         while len(self._losses) >= MAX_LOSSES and self._unknown() and now() < patient_until:
             await self._learn(patient_until)
-        if len(self._losses) - len(self._unknown()) >= MAX_LOSSES:
-            raise Poison(list(self._losses))
+        self._forget(num_written)
+        known = [loss.death for loss in self._losses.values() if loss.death]
+        for both in combinations(known, 2):
+            if self._is_convicted(*both):
+                self._deaths.explain(both)
+                raise Poison(list(self._losses))
 
     @property
     def alone_until(self) -> int:
         """How many tokens of its answer there are when it is past where workers have died; 0: it is no suspect."""
+        if self.begins_apart:
+            return 0
         return max((self._place(loss) + PAST_TOKENS for loss in self._losses.values()), default=0)
+
+    @property
+    def begins_apart(self) -> bool:
+        """True if it was lost once, and nobody has said of what."""
+        return len(self._losses) == len(self._unknown()) == 1
+
+    def _is_convicted(self, first: Death, second: Death) -> bool:
+        """True if no other choice can be what both have died of: one may be named for what was computed beside it."""
+        places = second.named
+        if len(places) == 1:
+            return True
+        steps = {name: places[name] - place for name, place in first.named.items() if name in places}
+        return [name for name, step in steps.items() if 0 <= step < PAST_TOKENS] == [self._choice_id]
+
+    def _forget(self, num_written: int) -> None:
+        """Losses that another was, or at places that it is past, as it has written or a later death has found it."""
+        reached = num_written
+        for incarnation, loss in reversed(list(self._losses.items())):
+            if self._deaths.is_explained(incarnation) or self._place(loss) + PAST_TOKENS <= reached:
+                del self._losses[incarnation]
+            elif loss.death:
+                reached = max(reached, self._place(loss))
 
     def _unknown(self) -> list[str]:
         return [incarnation for incarnation, loss in self._losses.items() if loss.death is None]
@@ -126,8 +151,7 @@ class Suspicion:
     async def _learn(self, until: float) -> None:
         now = asyncio.get_running_loop().time
         for incarnation in self._unknown():
-            patience_s = min(self._deaths.patience_s(incarnation), until - now())
-            death = await self._deaths.of(incarnation, max(patience_s, 0.0))
+            death = await self._deaths.of(incarnation, max(min(TOLD_S, until - now()), 0.0))
             if death is not None and self._choice_id not in death.named:
                 del self._losses[incarnation]
             else:

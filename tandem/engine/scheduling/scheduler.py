@@ -20,7 +20,8 @@ grows as any other does. While it waits for its prompt it is not preempted, but 
 before any other one end, and it then has all blocks to itself: none waits for ever. New reservations do not pass a
 preempted sequence that comes before them, and both leave a block for each running one, or would be preempted at once.
 
-A suspect, of which another engine may have died, is alone in its steps; every other step is for all others.
+A suspect, of which another engine may have died, is alone in its steps; every other step is for all others. Those that
+begin apart take part in these one after another, each from when the one before it has begun.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ class Scheduler:
         self._has_joined = False  # since the last step
         self.suspects: dict[Sequence, None] = {}  # in order of arrival
         self._alone: Sequence | None = None  # in the step that was scheduled last
+        self.apart: dict[Sequence, None] = {}  # that have not begun yet, in order of arrival
+        self._beginning: Sequence | None = None  # the one of these that may take part
         self._moved: list[Sequence] = []
         self._queues = {
             status: SequenceQueue(_turn if status is Status.WAITING else lambda seq: seq.key) for status in Status
@@ -141,12 +144,14 @@ class Scheduler:
         """The sequence leaves, whatever it was doing."""
         self._queues[seq.status].remove(seq)
         self.suspects.pop(seq, None)
+        self.apart.pop(seq, None)
         self.blocks.release(seq)
         self.blocks.release_swapped(seq)
 
     def schedule(self) -> list[Scheduled]:
         self.blocks.release_lent()
         self._outrank()
+        self._begin_apart()
         if not self.suspects:
             self._alone = None
             return self._schedule()
@@ -165,7 +170,7 @@ class Scheduler:
     def following(self, batch: list[Scheduled], max_model_len: int) -> list[Sequence]:
         """Those of `batch` that write a token in the step after it, whatever this one's will be; nobody where that step
         may have to hold others, too, or more of theirs."""
-        if not self.overlaps or self.suspects or len(batch) != len(self.running):
+        if not self.overlaps or self.suspects or self.apart or len(batch) != len(self.running):
             return []
         if not all(item.num_tokens == 1 and item.samples and item.seq.overlaps for item in batch):
             return []
@@ -192,7 +197,20 @@ class Scheduler:
         return [suspect, None] if self._alone is None else [None, suspect]
 
     def _takes_part(self, seq: Sequence) -> bool:
-        return seq is self._alone if self._alone is not None else seq not in self.suspects
+        return seq is self._alone if self._alone is not None else seq not in self.suspects and not self.waits_apart(seq)
+
+    def waits_apart(self, seq: Sequence) -> bool:
+        """True if another one has to begin before it."""
+        return seq in self.apart and seq is not self._beginning
+
+    def _begin_apart(self) -> None:
+        """Chooses who begins: first one that has its blocks already, for which others may wait."""
+        if not self.apart or (self._beginning in self.apart and self._beginning.status is Status.RUNNING):
+            return
+        ready = [seq for seq in self.apart if seq.status is not Status.RESERVED]
+        self._beginning = min(ready, key=lambda seq: seq.status is not Status.RUNNING, default=None)
+        if self._beginning is not None and self._beginning.slot != NOBODY:
+            self._moved.append(self._beginning)  # the crash page names it from now on
 
     def _schedule(self) -> list[Scheduled]:
         batch = Batch(self.max_num_batched_tokens)
@@ -215,7 +233,8 @@ class Scheduler:
     def _schedule_decodes(self, batch: Batch) -> list[Sequence]:
         """Returns the running sequences with more than one token left."""
         longer = []
-        for seq in tuple(filter(self._takes_part, self.running) if self.suspects else self.running):
+        some = self.suspects or self.apart
+        for seq in tuple(filter(self._takes_part, self.running) if some else self.running):
             # Preempted ones come later in the order than the one that needed their blocks, so none is in the batch.
             if seq.status is not Status.RUNNING:
                 continue
@@ -268,7 +287,7 @@ class Scheduler:
         for seq in merge(begun, tuple(self.waiting), key=_turn):
             if not batch.budget:
                 break
-            if self.suspects and not self._takes_part(seq):
+            if (self.suspects or self.apart) and not self._takes_part(seq):
                 has_room = has_room and (seq.status is Status.RUNNING or self._has_room(seq, self._need(seq)))
             elif seq.status is Status.RUNNING:
                 batch.add(seq)
@@ -312,6 +331,8 @@ class Scheduler:
             self._moved.append(seq)
         if seq.alone_until:
             self.suspects[seq] = None
+        elif seq.apart_until:
+            self.apart[seq] = None
         if status is Status.WAITING:
             seq.waits_since = self._pace.stepped_s
         if seq.was_preempted:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tandem.engine.lora import Adapter
     from tandem.grammar import Guide
 
+# Who begins apart has begun with so many tokens: prefill's, and two steps that nobody else began in.
+BEGUN_TOKENS = 3
 DRAW = struct.Struct("=dddqQ")  # `struct draw` of kernels/sampling.h
 
 
@@ -61,7 +63,7 @@ class Sequence:
     `turn`: when its prompt is prefilled, among those of its priority. `waits_since`: of the seconds of all steps, those
     that had passed when it came to wait.
     `slot` is its place in the crash page while it runs. A suspect computes alone until it has `alone_until` output
-    tokens.
+    tokens, and no other begins beside one until it has `apart_until`.
     `num_reserved_blocks`: kept although fewer may do for now. `swapped_blocks` hold its KV while it is preempted.
     `proposed` are the tokens that a step tries ahead; `chance` is how often such were right of late, and the draft
     model has KV for `num_drafted_tokens` of `token_ids`. Of `num_prompt_logprobs` to be reported `prompt_logprobs` are
@@ -81,6 +83,7 @@ class Sequence:
     itl_target_s: float = 0.0
     choice_id: str = ""
     alone_until: int = 0
+    apart_until: int = 0
     slot: int = NOBODY
     status: Status = Status.WAITING
     turn: int | None = None
@@ -301,4 +304,5 @@ def new_sequence(request: Request, arrival: int, layout: KVLayout, speculative: 
         itl_target_s=request.itl_target_s,
         choice_id=request.choice_id or request.request_id,
         alone_until=request.alone_until,
+        apart_until=request.num_prior_tokens + BEGUN_TOKENS if request.begins_apart else 0,
     )

@@ -136,6 +136,13 @@ class Faults:
         self._later(fault.seconds, lambda: None if self._process(name).alive else self._cluster.start(name))
         return True
 
+    def _vanish(self, fault: Fault) -> bool:
+        """With its host: nobody ever tells how it died."""
+        if not self._kill(fault):
+            return False
+        self._cluster.crashes.forget(fault.targets[0])
+        return True
+
     def _stop(self, fault: Fault) -> bool:
         """In order, as on SIGTERM."""
         (name,) = fault.targets

@@ -22,7 +22,8 @@ MAX_REQUESTS, MAX_FAULTS = 8, 4
 CROWD, CROWD_S, CHANCE_OF_CROWD = 4, 0.2, 0.5
 VOCABULARY = 4096
 OF_CLUSTERS = (
-    "kill", "pause", "stop", "cut", "half-open", "reset", "hold", "kv-drop", "kv-duplicate", "kv-reorder", "kv-corrupt",
+    "kill", "vanish", "pause", "stop", "cut", "half-open", "reset", "hold",
+    "kv-drop", "kv-duplicate", "kv-reorder", "kv-corrupt",
     "redis-kill", "redis-empty", "redis-slow", "redis-pause", "redis-clock",
     "starve",
 )  # fmt: skip
@@ -212,10 +213,10 @@ def _moment(random: Random, first_s: float, last_s: float) -> Moment:
 
 def _fault(random: Random, kind: str, shape: ClusterShape) -> Fault:
     everybody = names(shape)
-    count = 1 if kind in ("kill", "pause", "stop", "poison") else 2
+    count = 1 if kind in ("kill", "vanish", "pause", "stop", "poison") else 2
     count = random.choice((1, 2, len(everybody))) if kind == "starve" else count
     workers = [name for name in everybody if name[0] != "g"]
-    among = workers if kind == "stop" else everybody[: shape.gateways] if kind == "poison" else everybody
+    among = workers if kind in ("stop", "vanish") else everybody[: shape.gateways] if kind == "poison" else everybody
     targets = random.sample(among, count)
     if kind in ("cut", "half-open", "reset", "hold") and random.random() < 0.2:
         targets[1] = "redis"
