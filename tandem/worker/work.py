@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 import structlog
-from grpc import aio
+from grpc import StatusCode, aio
 from opentelemetry import context as otel_context
 from opentelemetry import propagate
 
@@ -66,16 +66,22 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
         stream_id, serving = self._new_id(), cast("asyncio.Task[Any]", asyncio.current_task())
         liveness = Liveness(asyncio.get_running_loop().time(), self._streams.starvation)
         reading = asyncio.create_task(self._read(stream_id, requests, liveness))
-        watching = asyncio.create_task(self._watch(stream_id, liveness, serving))
+        watching = asyncio.create_task(self._watch(stream_id, liveness))
         # Of a call that is cancelled while it writes, only its task's end is certain to be seen here.
         serving.add_done_callback(lambda done: (reading.cancel(), watching.cancel()))
         async for response in self._streams.stream(stream_id):
             yield response
         if reading.done():  # or the stream was ended here, and the gateway is to hear of it
             await reading  # which says what is wrong with a request
+        if watching.done() and not watching.cancelled():
+            raise rpc.Refused(StatusCode.ABORTED, watching.result())
 
-    async def _watch(self, stream_id: str, liveness: Liveness, serving: asyncio.Task[Any]) -> None:
-        """Send pings, and end a call whose gateway sends none any more: perhaps while it writes, so from outside."""
+    async def _watch(self, stream_id: str, liveness: Liveness) -> str:
+        """Send pings, and end a stream whose gateway sends none any more; returns why.
+
+        A call that writes just then ends once its gateway reads on, or gRPC's own ping is not answered. Were its task
+        cancelled, gRPC would send no status, and the gateway would wait.
+        """
         now = asyncio.get_running_loop().time
         while not (liveness.lost(now()) and liveness.pings):
             if liveness.ping_due(now()):
@@ -83,7 +89,7 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.sleep(liveness.due_s(now()))
         log.warning("a gateway is silent", stream_id=stream_id, seconds=round(liveness.limit_s, 1))
         self._streams.end(stream_id)
-        serving.cancel()
+        return f"the gateway was silent for {liveness.limit_s:.1f} s"
 
     async def _read(self, stream_id: str, requests: AsyncIterator[worker_pb2.WorkRequest], liveness: Liveness) -> None:
         now = asyncio.get_running_loop().time

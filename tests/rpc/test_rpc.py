@@ -27,21 +27,28 @@ from tests.stalls import running_time
 DETECT_S = 2.0
 BOUND_S = 30.0  # by far longer than it takes; the server's only call lasts longer than that
 
-# A worker whose streams say nothing but that they live; it prints when one has ended under it.
+# A worker whose streams say nothing but that they live, or write all they can; it prints when one has ended under it.
 SERVER = """
-import asyncio
+import asyncio, sys
 from tandem import rpc
 from tandem.liveness.same_host import this_process
+from tandem.v1 import worker_pb2
 from tandem.worker import Streams, SuspectTurns, WorkService
 
 async def nothing(*_): ...
+
+async def write(streams):
+    while True:
+        if streams.is_open("stream") and not streams._outboxes["stream"].prefilled:
+            streams.prefilled("stream", worker_pb2.Prefilled(transport="x" * 2**17))
+        await asyncio.sleep(0.001)
 
 async def main():
     streams = Streams("only", lambda stream_id: print("lost", flush=True))
     service = WorkService(streams, lambda: "stream", nothing, nothing, SuspectTurns(lambda: 0))
     server = await rpc.serve([service.servicer], "127.0.0.1", 0)
     print(server.port, this_process(), flush=True)
-    await asyncio.sleep(600)
+    await (write(streams) if sys.argv[1:] else asyncio.sleep(600))
 
 asyncio.run(main())
 """
@@ -50,10 +57,13 @@ import asyncio, sys
 from tests.rpc.test_rpc import connected
 
 async def main():
-    connection = connected(sys.argv[1], "")
-    await connection.stream.open.wait()
-    print("open", flush=True)
-    await asyncio.sleep(600)
+    stream = connected(sys.argv[1], "", sole=True).stream
+    while True:
+        await stream.open.wait()
+        print("open", flush=True)
+        while stream.open.is_set():
+            await asyncio.sleep(0.005)
+        print("closed", flush=True)
 
 asyncio.run(main())
 """
@@ -158,6 +168,23 @@ def test_a_stopped_gateway_is_noticed_by_its_worker() -> None:
             assert "a gateway is silent" in line(server)
             assert line(server) == "lost"
             assert clock.ran_s < DETECT_S + INTERVAL_S
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_gateway_that_stood_still_goes_on_at_once(writes: bool) -> None:
+    """It hears that its stream was ended; else it would wait, for its worker lives."""
+    with python(SERVER, *["writes"] * writes) as server, python(CLIENT, line(server).split()[0]) as client:
+        assert line(client) == "open"
+        time.sleep(2 * INTERVAL_S)
+        os.kill(client.pid, signal.SIGSTOP)
+        assert "a gateway is silent" in line(server)
+        assert line(server) == "lost"
+        os.kill(client.pid, signal.SIGCONT)
+        with running_time() as clock:
+            while (said := line(client)) != "closed":
+                assert "silent for" in said, "logged"
+            assert clock.ran_s < DETECT_S
+            assert line(client) == "open"
 
 
 class Models(llm_pb2_grpc.LLMServiceServicer):

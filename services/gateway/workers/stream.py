@@ -31,8 +31,9 @@ RECONNECT_S = 0.1
 # By gRPC of an address where no process listens: this incarnation is no more.
 REFUSED = "connection refused"
 CONNECT_WAIT_S = 1.5
-# Statuses of an ended stream over a connection that stands: gRPC reports a cancelled handler as either of them.
-SENT_BY_A_PEER = {StatusCode.CANCELLED, StatusCode.INTERNAL}
+# Statuses of an ended stream over a connection that stands: a worker sends the first one to a gateway that was silent,
+# and gRPC reports a cancelled handler as either of the others.
+SENT_BY_A_PEER = {StatusCode.ABORTED, StatusCode.CANCELLED, StatusCode.INTERNAL}
 # Who has said nothing for so long, where three pings should have come, may be dead.
 SUSPECT_S = 0.9
 # A message is sent when it has grown so large, whatever else waits: long prompts share no limit with others.

@@ -277,8 +277,8 @@ class Run:
         if self._kinds() != {"starve"}:
             return
         for at_s, gateway, reason in [(e[0], e[2], e[4]["reason"]) for e in self.world.events if _goes_on(e)]:
-            # A worker cancels the stream of a gateway that itself stood still.
-            if reason.startswith(tuple(self._sole(at_s, gateway))) and "CANCELLED" not in reason:
+            # A worker ends the stream of a gateway that itself stood still.
+            if reason.startswith(tuple(self._sole(at_s, gateway))) and "ABORTED" not in reason:
                 self._violation(f"I8: only slow, and given up: {reason}")
 
     def _sole(self, at_s: float, gateway: str) -> list[str]:
