@@ -206,6 +206,8 @@ def _cluster() -> Iterator[Series]:
     text = "Price of a worker's hour, as the settings say."
     yield Series("tandem_price_per_worker_hour", gauge, text, labels)
     yield Series("tandem_registry_reached", gauge, "1 while the registry has been read of late.")
+    text = "Rows of the registry that could not be read and were skipped, by kind; mended: wrong values taken away."
+    yield Series("tandem_registry_unreadable_rows", counter, text, ("kind",))
 
 
 def _process() -> Iterator[Series]:

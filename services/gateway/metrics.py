@@ -7,6 +7,7 @@ fallback  a choice that did not take the path it should: no pair could take it, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
@@ -105,6 +106,7 @@ class FrontMetrics:
     def watch_view(self, view: ClusterView) -> None:
         reached = GATEWAY["tandem_registry_reached"].gauge(self.registry)
         reached.set_function(lambda: float(not view.stale))
+        self.registry.register(_UnreadableCollector(view.registry.unreadable.found))
 
     def totals(self) -> Totals:
         """As of now, of all tenants and all models, those that have left, too; cheap, as few series are looked at."""
@@ -363,6 +365,17 @@ class _SleepersCollector(Collector):
             awake.add_metric((status.name,), float(status.state is Wakefulness.AWAKE))
             start.add_metric((status.name,), status.start_s)
         yield from (awake, start)
+
+
+class _UnreadableCollector(Collector):
+    def __init__(self, found: Counter[str]) -> None:
+        self._found = found
+
+    def collect(self) -> Iterator[Metric]:
+        family = GATEWAY["tandem_registry_unreadable_rows"].family()
+        for kind, count in sorted(self._found.items()):
+            family.add_metric((kind,), count)
+        yield family
 
 
 class _ReplicaCollector(Collector):

@@ -124,12 +124,14 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
             gateways = [g for g in await registry.gateways() if not names or names & {*g.model.split(", ")}]
             sleeping = [one for one in (await registry.on_demand.ask({})).values() if not names or one.name in names]
             held, releases = await registry.check_integrity(), await registry.releases.others()
+            wrong = await _wrong_rows(registry)
         finally:
             await registry.close()
     except RegistryUnavailable as error:
         return [Finding("redis", False, str(error))]
     by_role = {role: [w for w in workers if w.info.role is role] for role in Role}
     findings = [Finding("redis", True, f"{redis}: {len(workers)} workers registered")]
+    findings += [Finding("registry", False, why) for why in wrong]
     findings += [Finding("another release", True, str(release)) for release in releases]
     if settings.integrity:
         findings.append(_whole("redis", held))
@@ -149,6 +151,14 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
         others = sorted(address for address in own if f"http://{address}" != settings.gateway_url)
         checks += [_gateway_integrity(f"gateway {address}", f"http://{address}", settings) for address in others]
     return [*findings, *await asyncio.gather(*checks)]
+
+
+async def _wrong_rows(registry: Registry) -> list[str]:
+    """Rows that cannot be read, of all that were read of it, and that there may be more."""
+    await registry.adapters.all()
+    await registry.aliases.all()
+    evicts = await registry.unreadable.evicts()
+    return [*([evicts] if evicts else []), *registry.unreadable.report()]
 
 
 async def _meant(registry: Registry, settings: DoctorSettings) -> set[str]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
-from tandem.registry.worker import LiveWorker
+from tandem.containment import Death
+from tandem.registry.unreadable import UnreadableRows
+from tandem.registry.worker import LiveWorker, decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,10 @@ class GatewayAddress:
     def of(cls, said: str) -> GatewayAddress:
         """As a gateway wrote it, which may be of a newer version and say more."""
         known = {field.name for field in fields(cls)}
-        return cls(**{name: text for name, text in json.loads(said).items() if name in known})
+        found = {name: text for name, text in json.loads(said).items() if name in known}
+        if not all(isinstance(text, str) for text in found.values()):
+            raise ValueError("is no gateway's address")
+        return cls(**found)
 
 
 # What a gateway has to do: of each class and tenant, the part of the cluster that it would fill.
@@ -47,9 +54,42 @@ Demand: TypeAlias = list[tuple[int, str, float]]
 Demands: TypeAlias = dict[str, Demand]
 
 
+def demands_of(said: str) -> Demands:
+    """As a gateway wrote them.
+
+    Raises:
+        MISREAD: it wrote none.
+    """
+    found = json.loads(said)
+    return {
+        model: [(int(kind), str(tenant), float(part)) for kind, tenant, part in one] for model, one in found.items()
+    }
+
+
+def death_in(incarnation: str, said: str) -> Death | None:
+    """As who knew it wrote it; None where nobody did.
+
+    Raises:
+        MISREAD: it is none.
+    """
+    if not said:
+        return None
+    cause, named = json.loads(said)
+    return Death(incarnation, str(cause), {str(choice): int(count) for choice, count in named.items()})
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The live workers, by id. `epoch` changes when Redis has lost its memory; empty when it has none yet."""
 
     epoch: str
     workers: list[LiveWorker]
+
+    @classmethod
+    def of(cls, answer: Sequence[Any], unreadable: UnreadableRows) -> Snapshot:
+        """As workers.lua answers."""
+        epoch, mended, *flat = answer
+        unreadable.note_mended(dict(zip(mended[::2], map(int, mended[1::2]), strict=True)))
+        rows = zip(flat[::2], flat[1::2], strict=True)
+        found = unreadable.read_each("worker", ((name, partial(decode, name, row)) for name, row in rows))
+        return cls(epoch, list(found.values()))

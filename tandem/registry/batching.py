@@ -19,7 +19,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from tandem.registry.errors import RegistryUnavailable
+from tandem.registry.errors import RegistryUnavailable, ScriptFailed
 
 T = TypeVar("T")
 CALLS_AT_ONCE = 2
@@ -104,9 +104,9 @@ class CallBatcher(Generic[T]):
     async def _ask(self, going: Sequence[PendingCall[T]]) -> None:
         try:
             answers = await self._run([waiting.argument for waiting in going])
-        except RegistryUnavailable:
-            raise
         except Exception as error:
+            if isinstance(error, RegistryUnavailable) and not isinstance(error, ScriptFailed):
+                raise
             if len(going) == 1:
                 self._fail(going, error)
                 return

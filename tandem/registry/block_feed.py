@@ -8,8 +8,11 @@ page    some of what one worker holds                          for a reader that
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+from tandem.block_hash import HASH_BYTES
 from tandem.registry.connection import Entry, RegistryConnection
+from tandem.registry.unreadable import UnreadableRows
 
 STREAM = "events"
 # At most so many events at once: applying them must not stop the process for long.
@@ -42,6 +45,15 @@ class BlockEvent:
     stored: bytes
     removed: bytes
 
+    @classmethod
+    def unread(cls, event_id: str) -> BlockEvent:
+        """Something has happened, and it is not known what: batches may be missed."""
+        return cls(event_id, "", "0", -1, "", b"", b"")
+
+    @property
+    def is_unread(self) -> bool:
+        return self.number < 0
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -53,8 +65,8 @@ class Page:
 class BlockFeed:
     """Every call may raise RegistryUnavailable."""
 
-    def __init__(self, connection: RegistryConnection) -> None:
-        self._connection = connection
+    def __init__(self, connection: RegistryConnection, unreadable: UnreadableRows) -> None:
+        self._connection, self._unreadable = connection, unreadable
 
     async def heads(self) -> Heads:
         last, *heads = await self._connection.call("heads")
@@ -62,8 +74,13 @@ class BlockFeed:
         return Heads(last, {worker_id: Head(generation, int(number)) for worker_id, generation, number in workers})
 
     async def read(self, cursor: str, wait: float) -> list[BlockEvent]:
-        """Events behind `cursor`, oldest first, waiting at most `wait` seconds for one."""
-        return [_event(entry) for entry in await self._connection.read(STREAM, cursor, AT_ONCE, wait)]
+        """Events behind `cursor`, oldest first, waiting at most `wait` seconds for one. In place of one that cannot be
+        read there is one that says nothing."""
+        entries = await self._connection.read(STREAM, cursor, AT_ONCE, wait)
+        return [
+            self._unreadable.read("event", entry[0], partial(_event, entry), BlockEvent.unread(entry[0]))
+            for entry in entries
+        ]
 
     async def page(self, worker_id: str, generation: str, cursor: str) -> Page | None:
         """None if this generation has ended."""
@@ -79,11 +96,13 @@ def event_order(event_id: str) -> tuple[int, int]:
 
 def _event(entry: Entry) -> BlockEvent:
     event_id, fields = entry
+    if len(fields[b"stored"]) % HASH_BYTES or len(fields[b"removed"]) % HASH_BYTES:
+        raise ValueError(f"hashes have {HASH_BYTES} bytes each")
     return BlockEvent(
         event_id=event_id,
         worker_id=fields[b"worker"].decode(),
-        generation=fields[b"generation"].decode(),
-        number=int(fields[b"number"]),
+        generation=str(int(fields[b"generation"])),
+        number=max(0, int(fields[b"number"])),
         medium=fields[b"medium"].decode(),
         stored=fields[b"stored"],
         removed=fields[b"removed"],

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 from uuid import uuid4
 
 from tandem.registry.address import RedisAddress
-from tandem.registry.errors import RegistryUnavailable
+from tandem.registry.errors import RegistryUnavailable, ScriptFailed
 from tandem.registry.master import Master
 from tandem.registry.resp import Argument, ConnectionLost, ReplyError, RespConnection, Wire
 from tandem.registry.scripts import FORMAT, Script, key_prefix, load_scripts
@@ -64,6 +64,9 @@ class RegistryConnection(Protocol):
 
     async def ping(self) -> None: ...
 
+    async def eviction_policy(self) -> str:
+        """Redis's `maxmemory-policy`; empty where it does not say."""
+
     def changes(self) -> AbstractAsyncContextManager[Changes]:
         """Listen on the channel `changed`."""
 
@@ -105,6 +108,9 @@ class RedisConnection:
     async def ping(self) -> None:
         await self._bounded(self._calls, self._calls.ask("PING"))
 
+    async def eviction_policy(self) -> str:
+        return str(await self._bounded(self._calls, self._said_of_memory("maxmemory_policy")))
+
     @asynccontextmanager
     async def changes(self) -> AsyncIterator[Changes]:
         pushed = asyncio.Event()
@@ -124,6 +130,14 @@ class RedisConnection:
     async def close(self) -> None:
         self._calls.close()
         self._reads.close()
+
+    async def _said_of_memory(self, name: str) -> str:
+        """One line of INFO; empty where there is none, or this user may not ask."""
+        try:
+            lines = str(await self._calls.ask("INFO", "memory")).splitlines()
+        except ReplyError:
+            return ""
+        return next((line.partition(":")[2] for line in lines if line.startswith(f"{name}:")), "")
 
     async def _run(self, script: Script, arguments: tuple[Argument, ...], binary: bool) -> Any:
         try:
@@ -156,7 +170,7 @@ class RedisConnection:
             raise RegistryUnavailable(f"Redis at {self._address}: {reason}") from error
         except ReplyError as error:
             if error.code not in UNAVAILABLE and not any(refusal in str(error) for refusal in REFUSALS):
-                raise
+                raise ScriptFailed(f"Redis at {self._address}: {error}") from error
             raise RegistryUnavailable(f"Redis at {self._address} refuses: {error}") from error
 
 

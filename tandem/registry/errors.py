@@ -11,6 +11,10 @@ class RegistryUnavailable(RegistryError):
     """Redis cannot be reached, did not answer in time, or refuses writes. The call may or may not have taken effect."""
 
 
+class ScriptFailed(RegistryUnavailable):
+    """Redis answers, and has something that a script stumbles over, or was called with something wrong."""
+
+
 class StaleIncarnation(RegistryError):
     """This incarnation was replaced or has left; it must stop serving under this worker id."""
 

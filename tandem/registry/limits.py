@@ -60,7 +60,11 @@ class Usage:
 
     @classmethod
     def of(cls, flat: Sequence[Any]) -> Usage:
-        """From Redis's names and values in turns."""
+        """From Redis's names and values in turns.
+
+        Raises:
+            MISREAD: a value is no number.
+        """
         found = dict(zip(flat[::2], flat[1::2], strict=True))
         counted = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
         return cls(**{name: int(found.get(name, 0)) for name in counted}, cost=max(0.0, float(found.get("cost", 0))))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Generic, TypeVar
 
 from tandem.adapters import AdapterRef
 from tandem.aliases import Alias, text_of_alias
 from tandem.registry.connection import RegistryConnection
+from tandem.registry.unreadable import UnreadableRows
 
 T = TypeVar("T")
 
@@ -28,10 +29,12 @@ class NamedList(Generic[T]):
     """Each call returns all that there are then. What is malformed, or of a newer version, is not there."""
 
     def __init__(
-        self, connection: RegistryConnection, kind: str, parse: Callable[[str, str], T], text: Callable[[T], str]
-    ) -> None:
+        self, connection: RegistryConnection, unreadable: UnreadableRows, kind: str, parse: Callable[[str, str], T],
+        text: Callable[[T], str],
+    ) -> None:  # fmt: skip
         """`parse`: makes one of its name and its text; raises ValueError."""
         self._connection, self._kind, self._parse, self._text = connection, kind, parse, text
+        self._unreadable = unreadable
 
     async def all(self) -> Named[T]:
         return await self._call()
@@ -49,20 +52,22 @@ class NamedList(Generic[T]):
 
     async def _call(self, *arguments: str) -> Named[T]:
         epoch, flat = await self._connection.call("named", self._kind, *arguments)
-        found = {}
-        for name, text in zip(flat[::2], flat[1::2], strict=True):
-            with suppress(ValueError, TypeError, AttributeError, RecursionError):
-                found[name] = self._parse(name, text)
-        return Named(epoch, found)
+        rows = ((name, partial(self._parse, name, text)) for name, text in zip(flat[::2], flat[1::2], strict=True))
+        return Named(epoch, self._unreadable.read_each(self._kind, rows))
 
 
-def adapters(connection: RegistryConnection) -> NamedList[AdapterRef]:
-    return NamedList(connection, "adapters", parse_adapter, lambda ref: json.dumps([ref.path, ref.revision, ref.model]))
+def adapters(connection: RegistryConnection, unreadable: UnreadableRows) -> NamedList[AdapterRef]:
+    return NamedList(
+        connection, unreadable, "adapters", parse_adapter, lambda ref: json.dumps([ref.path, ref.revision, ref.model])
+    )
 
 
-def aliases(connection: RegistryConnection) -> NamedList[Alias]:
-    return NamedList(connection, "aliases", lambda name, text: Alias(name, json.loads(text)), text_of_alias)
+def aliases(connection: RegistryConnection, unreadable: UnreadableRows) -> NamedList[Alias]:
+    return NamedList(connection, unreadable, "aliases", lambda name, text: Alias(name, json.loads(text)), text_of_alias)
 
 
 def parse_adapter(name: str, text: str) -> AdapterRef:
-    return AdapterRef(name, *json.loads(text)[:3])
+    said = json.loads(text)
+    if not isinstance(said, list) or not all(isinstance(one, str) for one in said[:3]):
+        raise ValueError("is no list of texts")
+    return AdapterRef(name, *said[:3])

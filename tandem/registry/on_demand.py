@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import chain
 
 from tandem.registry.connection import RegistryConnection
 from tandem.registry.resp import Argument
+from tandem.registry.unreadable import UnreadableRows
 
 NEVER = float("inf")
 
@@ -38,6 +39,19 @@ class ModelStatus:
     start_s: float = 0.0  # of its last start; 0: there was none
     reason: str = ""  # why it failed, or what it waits for
 
+    @classmethod
+    def of(cls, name: str, text: str) -> ModelStatus:
+        """
+        Raises:
+            MISREAD: a launcher wrote no such text.
+        """
+        said = json.loads(text)
+        status = cls(**said | {"state": Wakefulness(said.get("state"))})
+        times = status.left_s, status.start_s
+        if status.name != name or not isinstance(status.reason, str) or not all(0 <= one < NEVER for one in times):
+            raise ValueError(f"is not said of {name[:64]!r}, or times are none")
+        return status
+
 
 @dataclass(frozen=True, slots=True)
 class ModelUse:
@@ -50,8 +64,8 @@ class ModelUse:
 class OnDemandModels:
     """Both sides of it. Calls may raise RegistryUnavailable."""
 
-    def __init__(self, connection: RegistryConnection) -> None:
-        self._connection = connection
+    def __init__(self, connection: RegistryConnection, unreadable: UnreadableRows) -> None:
+        self._connection, self._unreadable = connection, unreadable
 
     async def tell(self, statuses: Iterable[ModelStatus], ttl: float) -> dict[str, ModelUse]:
         """A launcher's: holds for `ttl` seconds. Returns how each was used at all gateways."""
@@ -66,12 +80,8 @@ class OnDemandModels:
         for name, use in uses.items():
             said += name, _ms(use.ran_s), _ms(use.wanted_s)
         flat = await self._connection.call("on_demand", "ask", *said)
-        found: dict[str, ModelStatus] = {}
-        for name, text in zip(flat[::2], flat[1::2], strict=True):
-            with suppress(ValueError, TypeError, AttributeError):
-                fields = json.loads(text)
-                found[name] = ModelStatus(**fields | {"state": Wakefulness(fields.get("state"))})
-        return found
+        rows = ((name, partial(ModelStatus.of, name, text)) for name, text in zip(flat[::2], flat[1::2], strict=True))
+        return self._unreadable.read_each("on_demand", rows)
 
 
 def _ms(seconds: float) -> int:

@@ -25,7 +25,7 @@ from tandem.containment import Death
 from tandem.liveness import stretched
 from tandem.process import IntegrityReport
 from tandem.registry import named
-from tandem.registry.answers import Demand, Demands, GatewayAddress, Snapshot, Swept
+from tandem.registry.answers import Demand, Demands, GatewayAddress, Snapshot, Swept, death_in, demands_of
 from tandem.registry.batching import CallBatcher
 from tandem.registry.block_feed import BlockFeed
 from tandem.registry.connection import Changes, RedisConnection, RegistryConnection
@@ -38,7 +38,8 @@ from tandem.registry.prefix import PromptPrefix
 from tandem.registry.refusals import id_taken, incompatible_layout
 from tandem.registry.releases import Releases
 from tandem.registry.resp import Argument
-from tandem.registry.worker import Fallback, LiveWorker, ModelKey, Place, Route, WorkerInfo, WorkerLoad, decode, encode
+from tandem.registry.unreadable import UnreadableRows
+from tandem.registry.worker import Fallback, LiveWorker, ModelKey, Place, Route, WorkerInfo, WorkerLoad, encode
 
 PrefillPolicy: TypeAlias = Literal["require", "prefer", "auto", "never"]
 # Choices and releases in one call: more would keep other gateways waiting.
@@ -61,9 +62,10 @@ class Registry:
         without, each reservation ends by its own `ttl` alone."""
         self._client_lease_s = client_lease_s
         self._starvation: Callable[[], float] = lambda: 0.0
-        self.block_feed, self.releases = BlockFeed(connection), Releases(connection)
-        self.adapters, self.aliases = named.adapters(connection), named.aliases(connection)
-        self.on_demand = OnDemandModels(connection)
+        self.unreadable = unreadable = UnreadableRows(connection)
+        self.block_feed, self.releases = BlockFeed(connection, unreadable), Releases(connection)
+        self.adapters, self.aliases = named.adapters(connection, unreadable), named.aliases(connection, unreadable)
+        self.on_demand = OnDemandModels(connection, unreadable)
         self._connection = connection
         self._announced: Callable[[], tuple[GatewayAddress, Demands]] | None = None
         self._others: list[Demands] = []
@@ -116,7 +118,7 @@ class Registry:
     async def measured(self) -> tuple[list[GatewayAddress], str]:
         """Those, and the address at which Prometheus reads the kvstore, empty if it does not."""
         gateways, keeper = await self._connection.call("gateways")
-        return sorted(map(GatewayAddress.of, gateways)), keeper
+        return sorted(self.unreadable.read_texts("gateway", gateways, GatewayAddress.of)), keeper
 
     async def register(self, info: WorkerInfo, load: WorkerLoad, ttl: float) -> None:
         """Take the worker's lease for `ttl` seconds.
@@ -154,8 +156,7 @@ class Registry:
         return (await self.snapshot()).workers
 
     async def snapshot(self) -> Snapshot:
-        epoch, *rows = await self._connection.call("workers")
-        return Snapshot(epoch, [decode(row) for row in rows])
+        return Snapshot.of(await self._connection.call("workers"), self.unreadable)
 
     async def report_death(self, death: Death) -> None:
         """Report the death of a worker's process. What was said of that incarnation before stays."""
@@ -164,7 +165,7 @@ class Registry:
     async def death(self, incarnation: str) -> Death | None:
         """None while nothing is known."""
         said = await self._connection.call("death", incarnation)
-        return Death(incarnation, *json.loads(said)) if said else None
+        return self.unreadable.read("death", incarnation, partial(death_in, incarnation, said), None)
 
     def changes(self) -> AbstractAsyncContextManager[Changes]:
         """A subscription to workers coming, going, draining and linking."""
@@ -281,7 +282,8 @@ class Registry:
             raise
 
     async def usage(self, tenant: str) -> Usage:
-        return Usage.of(await self._connection.call("usage", tenant))
+        flat = await self._connection.call("usage", tenant)
+        return self.unreadable.read("usage", tenant, partial(Usage.of, flat), Usage.of(()))
 
     async def publish_blocks(
         self, worker_id: str, incarnation: str, stored: Sequence[bytes], removed: Sequence[bytes]
@@ -328,7 +330,8 @@ class Registry:
             return
         address, demands = self._announced()
         said = json.dumps(asdict(address)), json.dumps(demands)
-        self._others = [json.loads(other) for other in await self._connection.call("renew", client, ttl, *said)]
+        others = await self._connection.call("renew", client, ttl, *said)
+        self._others = self.unreadable.read_texts("demands", others, demands_of)
 
     async def _lease(self, kind: str, info: WorkerInfo, load: WorkerLoad, ttl: float) -> str:
         fields = encode(info) + encode(load)

@@ -113,6 +113,9 @@ class BlockReplica:
         return len(events)
 
     def _apply(self, event: BlockEvent) -> None:
+        if event.is_unread:
+            self._missed = True
+            return
         copy = self._copies.get(event.worker_id)
         if copy and int(event.generation) < int(copy.generation):
             return

@@ -97,7 +97,7 @@ class RespConnection(asyncio.Protocol):
         self._on_push = on_push
         self._waiting: deque[tuple[asyncio.Future[Any], bool]] = deque()
         self._loop = asyncio.get_running_loop()
-        self._replies = Reader(encoding="utf-8", replyError=ReplyError, notEnoughData=_MORE)
+        self._replies = Reader(encoding="utf-8", errors="replace", replyError=ReplyError, notEnoughData=_MORE)
         self._transport: asyncio.Transport | None = None
 
     @classmethod
@@ -150,7 +150,7 @@ class RespConnection(asyncio.Protocol):
             self._replies.feed(data)
             while self._take_next():
                 pass
-        except (ProtocolError, ValueError) as error:  # no RESP, or no UTF-8
+        except ProtocolError as error:
             self.end(str(error))
 
     def connection_lost(self, error: Exception | None) -> None:

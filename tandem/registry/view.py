@@ -39,7 +39,7 @@ class ClusterView:
         self._retry = retry
         self._stale_after = stale_after
         self._grace = grace
-        self._epoch = ""
+        self._epoch = self._policy = ""
         self._all: list[LiveWorker] = []
         self._workers: dict[str, LiveWorker] = {}
         self._orphans: dict[str, LiveWorker] = {}
@@ -88,10 +88,17 @@ class ClusterView:
 
     async def _follow(self) -> None:
         async with self.registry.changes() as changes:
+            await self._look_at_policy()
             while True:
                 await self.refresh()
                 if await changes.wait(self._poll):
                     await asyncio.sleep(SETTLE_S)
+
+    async def _look_at_policy(self) -> None:
+        """Warn of a Redis that forgets; once for each policy."""
+        before, self._policy = self._policy, await self.registry.unreadable.evicts()
+        if self._policy not in ("", before):
+            log.warning(self._policy)
 
     def _take(self, snapshot: Snapshot) -> None:
         before, now = self._all, asyncio.get_running_loop().time()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -48,6 +49,9 @@ class ModelKey(NamedTuple):
     @property
     def text(self) -> str:
         return f"{self.name}@{self.fingerprint}"
+
+
+SIZES = ("block_size", "num_blocks", "max_num_seqs", "max_model_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +92,20 @@ class WorkerInfo:
         for name in ("worker_id", "incarnation", "grpc_address", "model", "revision", "layout_hash"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty")
-        for name in ("block_size", "num_blocks", "max_num_seqs", "max_model_len"):
+        for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in (*SIZES, "vocab_size"):
+            if not 0 <= getattr(self, name) <= MOST_SIZE:
+                raise ValueError(f"{name} must be from 0 to {MOST_SIZE}, got {getattr(self, name)}")
 
 
 RATES = (
     "prefill_tokens_per_s", "transfer_tokens_per_s", "zone_transfer_tokens_per_s", "far_transfer_tokens_per_s",
     "step_s",
 )  # fmt: skip
+
+COUNTS = ("free_blocks", "num_waiting", "num_running", "queued_tokens", "likely_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +129,9 @@ class WorkerLoad:
     step_s: float = 0.0  # decode: time of one step of the present batch
 
     def __post_init__(self) -> None:
+        for name in COUNTS:
+            if not 0 <= getattr(self, name) <= MOST_LOAD:
+                raise ValueError(f"{name} must be a number from 0 up, got {getattr(self, name)}")
         for name in RATES:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number from 0 up, got {getattr(self, name)}")
@@ -174,6 +186,18 @@ class Route:
 
 
 T = TypeVar("T", WorkerInfo, WorkerLoad)
+# Beyond these a number is none that a worker counts.
+MOST_SIZE, MOST_LOAD = 2**31 - 1, 2**53
+ADDRESS = re.compile(r"[^\s:@/]\S*:\d{1,5}|\[[0-9a-fA-F:.%]+\]:\d{1,5}")
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    found = json.loads(text)
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ValueError("is no list of texts")
+    return tuple(found)
+
+
 # By the type of a field: how its text is read back.
 READ: Mapping[str, Callable[[str], Any]] = {
     "str": str,
@@ -181,7 +205,7 @@ READ: Mapping[str, Callable[[str], Any]] = {
     "float": float,
     "bool": lambda text: text == "1",
     "Role": Role,
-    "tuple[str, ...]": lambda text: tuple(json.loads(text)),
+    "tuple[str, ...]": _listed,
 }
 
 
@@ -190,11 +214,23 @@ def encode(part: WorkerInfo | WorkerLoad) -> list[str]:
     return [text for field in fields(part) for text in (field.name, _write(getattr(part, field.name)))]
 
 
-def decode(flat: Sequence[str]) -> LiveWorker:
-    """The worker of one hash, given as name, value, name, value …"""
+def decode(worker_id: str, flat: Sequence[str]) -> LiveWorker:
+    """The worker of one hash, given as name, value, name, value …
+
+    Raises:
+        MISREAD: it is no worker's, or not this one's.
+    """
     row = dict(zip(flat[::2], flat[1::2], strict=True))
     reserved = int(row["reserved_tokens"]), int(row["reserved_blocks"])
-    return LiveWorker(_read(WorkerInfo, row), _read(WorkerLoad, row), *reserved, row["generation"])
+    info, load = _read(WorkerInfo, row), _read(WorkerLoad, row)
+    if info.worker_id != worker_id:
+        raise ValueError(f"worker_id is {info.worker_id[:64]!r}")
+    for name in ("grpc_address", "transfer_address", "metrics_address"):
+        if (address := getattr(info, name)) and not ADDRESS.fullmatch(address):
+            raise ValueError(f"{name} is {address[:64]!r}")
+    if not 0 < int(row["generation"]) < MOST_LOAD:
+        raise ValueError(f"generation is {row['generation'][:64]!r}")
+    return LiveWorker(info, load, *reserved, row["generation"])
 
 
 def _write(value: object) -> str:

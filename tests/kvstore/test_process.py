@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -25,8 +26,10 @@ from redis import Redis
 
 from tandem.local import RedisServer
 from tandem.metrics import KVSTORE
+from tandem.registry import Registry, Role
 from tandem.registry.scripts import key_prefix
 from tandem.v1 import kvstore_pb2, kvstore_pb2_grpc
+from tests.registry.cluster import worker_info, worker_load
 
 BOUND_S = 60.0
 IMPORTS = """
@@ -157,7 +160,7 @@ def test_what_it_measures(tmp_path: Path, own_redis: RedisServer) -> None:
         address = client.get(key_prefix("tandem") + "keeper")
         assert set(measured(address)) == {one.exposed_as for one in KVSTORE.values()}
         expected = {"tandem_registry_up": [1.0], "tandem_registry_workers": [1.0], "tandem_redis_deaths_total": [0.0]}
-        client.zadd(key_prefix("tandem") + "leases", {"d0": int(time.time() * 1000) + 10**6})
+        asyncio.run(register_one(own_redis.url))
         eventually(lambda: expected.items() <= measured(address).items(), "a worker is counted")
         assert measured(address)["tandem_registry_expired_total"] == [0.0, 0.0, 0.0]  # a live lease moves none
         client.zadd(key_prefix("tandem") + "leases", {"d0": 1})
@@ -171,6 +174,12 @@ def test_what_it_measures(tmp_path: Path, own_redis: RedisServer) -> None:
         assert httpx.get(f"http://{address}/debug/integrity").json()["whole"]
         own_redis.kill()
         eventually(lambda: measured(address)["tandem_registry_up"] == [0.0], "Redis is gone")
+
+
+async def register_one(url: str) -> None:
+    registry = Registry.connect(url)
+    await registry.register(worker_info("d0", Role.DECODE), worker_load(), 1000.0)
+    await registry.close()
 
 
 def measured(address: object) -> dict[str, list[float]]:

@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 
 import pytest
-from redis.asyncio import Redis
 
 from tandem.local import RedisServer
 from tandem.registry import ClusterView, Registry, RegistryUnavailable, Role
-from tandem.registry.scripts import key_prefix
 from tests.registry.cluster import MODEL, TTL, eventually, register_pool, viewing, worker_info, worker_load
 from tests.registry.conftest import Connect
 
@@ -191,10 +189,3 @@ async def test_frozen_redis_bounds_every_call_and_keeps_nothing(own: Registry, o
     await eventually(empty, "everything released")
     assert (await own.check_integrity()).violations == ()
     await hasty.close()
-
-
-async def test_what_ends_the_view_is_raised(registry: Registry, redis: Redis, namespace: str) -> None:
-    await register_pool(registry)
-    await redis.hset(f"{key_prefix(namespace)}worker:d0", "num_blocks", "many")
-    with pytest.raises(ValueError, match="many"):
-        await ClusterView(registry, poll=0.05).run()

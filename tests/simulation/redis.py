@@ -22,6 +22,7 @@ import hiredis
 
 from tandem.registry import RegistryUnavailable
 from tandem.registry.connection import Entry, entries_of
+from tandem.registry.errors import ScriptFailed
 from tandem.registry.scripts import key_prefix, load_scripts
 from tests.simulation.network import SimulatedEnd, SimulatedNetwork
 from tests.simulation.world import Occurrence, Process
@@ -116,7 +117,7 @@ class RedisStore:
         return wrote, reply
 
     def ask(self, *command: Argument, binary: bool = True) -> Any:
-        reader = hiredis.Reader(encoding=None if binary else "utf-8")
+        reader = hiredis.Reader(encoding=None if binary else "utf-8", errors="replace")
         self._socket.sendall(hiredis.pack_command(tuple(command)))
         while (reply := reader.gets()) is False:
             data = self._socket.recv(1 << 16)
@@ -280,6 +281,9 @@ class RedisClient:
     async def ping(self) -> None:
         await self._ask("ping")
 
+    async def eviction_policy(self) -> str:
+        return "noeviction"
+
     @asynccontextmanager
     async def changes(self) -> AsyncIterator[_RedisSubscription]:
         subscription = _RedisSubscription(self)
@@ -404,3 +408,5 @@ def _translated(timeout: float) -> Any:
         yield
     except OSError as error:  # TimeoutError too
         raise RegistryUnavailable(f"Redis: {str(error) or f'no answer in {timeout} s'}") from error
+    except hiredis.ReplyError as error:
+        raise ScriptFailed(f"Redis: {error}") from error

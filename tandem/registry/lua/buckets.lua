@@ -5,8 +5,9 @@ local USAGE_KEPT_MS = 40 * DAY_MS
 
 local function bucket_level(tenant, part, limit)
   local left, at = unpack(redis.call('HMGET', lasting('bucket', tenant), part, part .. '_at'))
-  if not left then return limit end
-  return math.min(limit, tonumber(left) + (now - tonumber(at)) * limit / MINUTE_MS)
+  left, at = finite(left), whole(at)
+  if not (left and at) then return limit end
+  return math.min(limit, math.max(0, left) + math.max(0, now - at) * limit / MINUTE_MS)
 end
 
 local function set_bucket(tenant, part, level)

@@ -8,9 +8,9 @@ for _, worker_id in ipairs(live_workers()) do
   local sums, held = {tokens = 0, blocks = 0}, redis.call('HGETALL', key('held', worker_id))
   for i = 1, #held, 2 do
     local part, reservation = held[i]:match('^(%a+):(.*)$')
-    sums[part] = sums[part] + tonumber(held[i + 1])
+    if sums[part] then sums[part] = sums[part] + (whole(held[i + 1]) or 0) end
     num_held = num_held + 1
-    if redis.call('HGET', key('reservation', reservation), part) ~= worker_id then
+    if not part or redis.call('HGET', key('reservation', reservation), part) ~= worker_id then
       complain(worker_id, 'holds', held[i], 'which its reservation does not name')
     end
   end

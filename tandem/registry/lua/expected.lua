@@ -64,8 +64,8 @@ local function add_expected(prefills, decodes, request)
   local deepest = last_where(first + 1, count, function(i) return pair_of(mark_name(request, i)) end)
   local blocks = mark_count(request, deepest)
   for text in pair_of(mark_name(request, deepest)):gmatch('%S+') do
-    local generation = tonumber(text)
-    request.hits[generation] = max(request.hits[generation] or 0, blocks)
+    local generation = whole(text)
+    if generation then request.hits[generation] = max(request.hits[generation] or 0, blocks) end
   end
 end
 

@@ -38,6 +38,7 @@
 --   epoch                  when this Redis began to be filled; changes when it lost its memory (epoch.lua)
 --   generation             the latest one; each lease taken gets one of its own, higher than any before
 --   turn                   counts choices, so that equals take turns
+--   mended                 hash: key that had a wrong value -> how often that was taken away, of late
 --   changed                channel: the id of a worker that came, went, drains or has new links
 local prefix = KEYS[1]
 local namespace, format = prefix:match('^(%b{}:)(%d+):$')
@@ -49,4 +50,65 @@ end
 -- Releases of every format have this one.
 local function lasting(kind, id)
   return id and namespace .. kind .. ':' .. id or namespace .. kind
+end
+
+-- Returns a count, or time, as scripts write them; nil for any other text.
+local function whole(text)
+  local number = tonumber(text or '')
+  return number and number >= 0 and number < 2^53 and number % 1 == 0 and number or nil
+end
+
+local function finite(text)
+  local number = tonumber(text or '')
+  return number and math.abs(number) < math.huge and number or nil
+end
+
+local MOST_MENDED, MENDED_KEPT_MS = 64, 3600000
+local store = redis
+
+-- Notes that a value which no script writes was found there, and taken away.
+local function mended(name)
+  local notes, field = key('mended'), name:sub(#namespace + 1):gsub('^%d+:', ''):sub(1, 80)
+  if not pcall(store.call, 'HLEN', notes) then store.call('DEL', notes) end
+  if store.call('HLEN', notes) >= MOST_MENDED and store.call('HEXISTS', notes, field) == 0 then field = 'others' end
+  if not pcall(store.call, 'HINCRBY', notes, field, 1) then store.call('HSET', notes, field, 1) end
+  store.call('PEXPIRE', notes, MENDED_KEPT_MS)
+end
+
+local WRONG_VALUE = {'WRONGTYPE', 'hash value is not', 'would overflow', 'NaN or Infinity', 'exhausted', 'allowed size'}
+
+local function is_wrong_value(command, text)
+  if command == 'INCRBY' and text:find('is not an integer', 1, true) then return true end
+  for _, part in ipairs(WRONG_VALUE) do
+    if text:find(part, 1, true) then return true end
+  end
+  return false
+end
+
+-- Scripts of the registry call Redis by this one: a key, or a field, that has a value which none of them writes is taken
+-- away, and the command is repeated. So a wrong value is as one that Redis has lost, and fails no call.
+local redis = setmetatable({}, {__index = store})
+function redis.call(...)
+  local ran, answer = pcall(store.call, ...)
+  if ran then return answer end
+  local command, name, field = ...
+  if not is_wrong_value(command, type(answer) == 'table' and answer.err or answer) then error(answer, 0) end
+  if command:find('^HINCR') and store.call('TYPE', name).ok == 'hash' then
+    store.call('HDEL', name, field)
+  else
+    store.call('UNLINK', name)
+  end
+  mended(name)
+  return store.call(...)
+end
+
+-- Returns which memory this Redis has; '' where it has none yet.
+local function known_epoch()
+  local epoch = redis.call('GET', key('epoch'))
+  if epoch and not epoch:find('^%d+%.%d+$') then
+    redis.call('DEL', key('epoch'))
+    mended(key('epoch'))
+    epoch = false
+  end
+  return epoch or ''
 end

@@ -29,11 +29,16 @@ local function incompatible_with()
   return other
 end
 
+-- What is there of a worker that cannot be read is nobody's: it registers anew.
+if redis.call('EXISTS', worker) == 1 and not is_intact(worker_id) then
+  mended(worker)
+  retire(worker_id)
+end
 local current = redis.call('HGET', worker, 'incarnation')
 local function taken_by()
   local at = redis.call('HMGET', worker, 'grpc_address', 'host', 'model')
   if at[1] == new.grpc_address and at[2] == new.host then return nil end
-  return {'taken', at[1], at[2], at[3], redis.call('ZSCORE', key('leases'), worker_id) - now}
+  return {'taken', at[1], at[2], at[3], (redis.call('ZSCORE', key('leases'), worker_id) or now) - now}
 end
 if kind == 'register' and current ~= incarnation then
   local taken = current and taken_by()
@@ -47,9 +52,8 @@ if current and current ~= incarnation then
   retire(worker_id)
 end
 
-local function write_links(before, after)
-  if before == after then return end
-  local links = cjson.decode(after)
+local function write_links(text)
+  local links = cjson.decode(text)
   redis.call('DEL', key('links', worker_id))
   in_chunks(1, #links, function(first, last)
     redis.call('SADD', key('links', worker_id), unpack(links, first, last))
@@ -66,7 +70,7 @@ end
 local before = redis.call('HMGET', worker, 'draining', 'linked', 'stuck')
 redis.call('HSET', worker, unpack(ARGV, 5))
 redis.call('ZADD', key('leases'), now + ttl, worker_id)
-write_links(before[2], new.linked)
+write_links(new.linked)
 if current == incarnation then
   local of, row = place_of(worker_id)
   write_row(of, row, pack_numbers(new, redis.call('HGET', worker, 'generation')))
@@ -74,11 +78,12 @@ if current == incarnation then
   return {'renewed'}
 end
 local time = redis.call('TIME')
-local generation = math.max(time[1] * 1000000 + time[2], tonumber(redis.call('GET', key('generation')) or 0) + 1)
+local generation = math.max(time[1] * 1000000 + time[2], (whole(redis.call('GET', key('generation'))) or 0) + 1)
 local text = string.format('%.0f', generation)
 redis.call('SET', key('generation'), text)
 redis.call('HSET', worker, 'generation', text, 'block_batches', 0)
 add_row(worker_id, incarnation, new.role .. ':' .. new.model, pack_numbers(new, generation))
+known_epoch()
 if redis.call('SET', key('epoch'), table.concat(time, '.'), 'NX') then inherit_adapters() end
 redis.call('HSET', lasting('formats'), format, RELEASE)
 announce(worker_id)

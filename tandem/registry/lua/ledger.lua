@@ -29,15 +29,24 @@ local function forget_if_empty(reservation)
   end
 end
 
+-- Returns the sum of a part that is held on a worker.
+local function held_by(worker_id, part)
+  local sum, held = 0, redis.call('HGETALL', key('held', worker_id))
+  for i = 1, #held, 2 do
+    if held[i]:match('^(%a+):') == part then sum = sum + (whole(held[i + 1]) or 0) end
+  end
+  return sum
+end
+
 -- Releases one part ('tokens' or 'blocks') of a reservation. Returns 1 if there was one, else 0.
 local function drop(reservation, part)
   local worker_id = redis.call('HGET', key('reservation', reservation), part)
   if not worker_id then return 0 end
   local field = part .. ':' .. reservation
-  local amount = redis.call('HGET', key('held', worker_id), field)
+  local amount = whole(redis.call('HGET', key('held', worker_id), field))
   redis.call('HDEL', key('held', worker_id), field)
   local of, row = place_of(worker_id)
-  add_reserved(of, row, part, -tonumber(amount))
+  if of then add_reserved(of, row, part, amount and -amount or held_by(worker_id, part) - reserved(worker_id, part)) end
   redis.call('HDEL', key('reservation', reservation), part)
   forget_if_empty(reservation)
   return 1
@@ -65,11 +74,13 @@ end
 local function retire(worker_id)
   for _, field in ipairs(redis.call('HKEYS', key('held', worker_id))) do
     local part, reservation = field:match('^(%a+):(.*)$')
-    redis.call('HDEL', key('reservation', reservation), part)
-    forget_if_empty(reservation)
+    if part then
+      redis.call('HDEL', key('reservation', reservation), part)
+      forget_if_empty(reservation)
+    end
   end
   local blocks = redis.call('SCARD', key('blocks', worker_id))
-  tell_blocks(worker_id, redis.call('HGET', key('worker', worker_id), 'generation') or 0, 0, '', '')
+  tell_blocks(worker_id, whole(redis.call('HGET', key('worker', worker_id), 'generation')) or 0, 0, '', '')
   take_row(worker_id)
   redis.call('UNLINK', key('worker', worker_id), key('held', worker_id), key('blocks', worker_id),
     key('links', worker_id))
@@ -87,6 +98,8 @@ local function drop_whole(reservations)
   for _, reservation in ipairs(reservations) do
     drop(reservation, 'tokens')
     drop(reservation, 'blocks')
+    redis.call('UNLINK', key('reservation', reservation))
+    forget_if_empty(reservation)
   end
   return #reservations
 end

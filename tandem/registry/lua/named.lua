@@ -5,4 +5,4 @@ local list = key(ARGV[1])
 if ARGV[2] == 'put' then redis.call('HSET', list, ARGV[3], ARGV[4])
 elseif ARGV[2] == 'restore' then for i = 3, #ARGV, 2 do redis.call('HSETNX', list, ARGV[i], ARGV[i + 1]) end
 elseif ARGV[2] == 'drop' then redis.call('HDEL', list, ARGV[3]) end
-return {redis.call('GET', key('epoch')) or '', redis.call('HGETALL', list)}
+return {known_epoch(), redis.call('HGETALL', list)}

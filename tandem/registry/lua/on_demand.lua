@@ -11,14 +11,15 @@ end
 
 local function note(what, name, ago)
   local at = now - tonumber(ago)
-  if tonumber(ago) >= 0 and at > tonumber(redis.call('HGET', used, what .. ':' .. name) or 0) then
+  local before = whole(redis.call('HGET', used, what .. ':' .. name)) or 0
+  if tonumber(ago) >= 0 and (at > before or before > now) then
     redis.call('HSET', used, what .. ':' .. name, at)
   end
 end
 
 local function ago(what, name)
-  local at = redis.call('HGET', used, what .. ':' .. name)
-  return at and math.max(0, now - tonumber(at)) or -1
+  local at = whole(redis.call('HGET', used, what .. ':' .. name))
+  return at and math.max(0, now - at) or -1
 end
 
 if ARGV[1] == 'ask' then

@@ -2,7 +2,12 @@
 -- Returns the number of the worker's last batch, the next cursor ('0' at the end) and some of the blocks it holds, as
 -- one string; nothing if this generation has ended. Pages together have every block that was held all the time they
 -- were read; the batches behind the first page's number have the rest.
+local HASH_BYTES = 16
 local generation, number = unpack(redis.call('HMGET', key('worker', ARGV[1]), 'generation', 'block_batches'))
-if generation ~= ARGV[2] then return {} end
+if generation ~= ARGV[2] or not whole(number) then return {} end
 local found = redis.call('SSCAN', key('blocks', ARGV[1]), ARGV[3], 'COUNT', 1000)
-return {number, found[1], table.concat(found[2])}
+local hashes = {}
+for _, hash in ipairs(found[2]) do
+  if #hash == HASH_BYTES then hashes[#hashes + 1] = hash end
+end
+return {number, found[1], table.concat(hashes)}

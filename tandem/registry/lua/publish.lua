@@ -1,7 +1,7 @@
 -- ARGV: worker id, incarnation, number of removed hashes, the removed hashes, the stored hashes
 -- Returns 'stale' if this incarnation holds no lease. The set and the stream of events change as one.
 local worker, blocks = key('worker', ARGV[1]), key('blocks', ARGV[1])
-if redis.call('HGET', worker, 'incarnation') ~= ARGV[2] then return 'stale' end
+if redis.call('HGET', worker, 'incarnation') ~= ARGV[2] or not is_intact(ARGV[1]) then return 'stale' end
 local stored = 4 + tonumber(ARGV[3])
 in_chunks(4, stored - 1, function(first, last) redis.call('SREM', blocks, unpack(ARGV, first, last)) end)
 in_chunks(stored, #ARGV, function(first, last) redis.call('SADD', blocks, unpack(ARGV, first, last)) end)

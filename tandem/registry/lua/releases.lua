@@ -2,7 +2,10 @@
 local FIRST_RELEASE = '0.1.0'
 local known = {[FIRST_FORMAT] = FIRST_RELEASE}
 local said = redis.call('HGETALL', lasting('formats'))
-for i = 1, #said, 2 do known[tonumber(said[i])] = said[i + 1] end
+for i = 1, #said, 2 do
+  local number = whole(said[i])
+  if number then known[number] = said[i + 1] end
+end
 
 local found = {}
 for number, release in pairs(known) do

@@ -24,6 +24,8 @@
 --   node, domain, zone    digests of its location; domain 0: it is in no NVLink domain
 local ROW_BYTES = 192
 local COUNTERS_BYTES = 24
+-- Behind its counters.
+local GENERATION_AT = 24
 local NUMBERS = '>ddddddddddddddddddddd'
 -- A row unpacked: where its values are, and how many.
 local ROW = 'i8i8i8ddddddddddddddddddddd'
@@ -65,13 +67,69 @@ local function pack_numbers(worker, generation)
     worker.nvlink_domain == '' and 0 or digest(worker.nvlink_domain), digest(worker.zone))
 end
 
--- Returns '<role>:<model>' and the row (from 0) of a worker; nothing if it has none.
+-- Returns id and incarnation of the worker of a row (from 0); nothing where there is none, or it cannot be read.
+local function named_at(of, row)
+  local packed = redis.call('LINDEX', key('names', of), row)
+  local read, names = pcall(cmsgpack.unpack, packed or '')
+  if read and type(names) == 'table' then return names[1], names[2] end
+end
+
+-- True if there is a name for each row, and nothing else.
+local function is_even(of)
+  return redis.call('STRLEN', key('rows', of)) == ROW_BYTES * redis.call('LLEN', key('names', of))
+end
+
+-- Returns '<role>:<model>' and the row (from 0) of a worker; nothing if it has none, or its hash does not say which.
 local function place_of(worker_id)
-  local worker = redis.call('HMGET', key('worker', worker_id), 'role', 'model', 'row')
-  if worker[3] then return worker[1] .. ':' .. worker[2], tonumber(worker[3]) end
+  local worker = redis.call('HMGET', key('worker', worker_id), 'role', 'model', 'row', 'incarnation')
+  local row = whole(worker[3])
+  if not (worker[1] and worker[2] and row) then return end
+  local of = worker[1] .. ':' .. worker[2]
+  local id, incarnation = named_at(of, row)
+  if id == worker_id and incarnation == worker[4] then return of, row end
+end
+
+-- True if a worker's hash and its row say what they should, as far as scripts read them.
+local function is_intact(worker_id)
+  local of, row = place_of(worker_id)
+  local told = redis.call('HMGET', key('worker', worker_id), 'generation', 'block_batches', 'num_blocks')
+  if not (of and is_even(of) and whole(told[1]) and whole(told[2]) and whole(told[3])) then return false end
+  local at = row * ROW_BYTES + COUNTERS_BYTES + GENERATION_AT
+  local packed = redis.call('GETRANGE', key('rows', of), at, at + 7)
+  return struct.unpack('>d', packed) == tonumber(told[1])
+end
+
+-- Takes a row (from 0) away: the last one moves there.
+local function cut_row(of, row)
+  local rows, names = key('rows', of), key('names', of)
+  local packed, last = redis.call('GET', rows), redis.call('RPOP', names)
+  local left = #packed - ROW_BYTES
+  if row * ROW_BYTES < left then
+    redis.call('SETRANGE', rows, row * ROW_BYTES, packed:sub(-ROW_BYTES))
+    redis.call('LSET', names, row, last)
+    local moved = named_at(of, row)
+    if moved and redis.call('HEXISTS', key('worker', moved), 'row') == 1 then redis.call('HSET', key('worker', moved), 'row', row) end
+  end
+  if left == 0 then redis.call('DEL', rows) else redis.call('SET', rows, redis.call('GETRANGE', rows, 0, left - 1)) end
+end
+
+-- Rows without a name for each of them, or names without rows, go: their workers get others as they renew their leases.
+local function even_out(of)
+  if is_even(of) then return end
+  redis.call('DEL', key('rows', of), key('names', of))
+  mended(key('rows', of))
+end
+
+-- Takes away what is left there of a worker whose hash has lost its place.
+local function cut_rows_of(of, worker_id)
+  for row = redis.call('LLEN', key('names', of)) - 1, 0, -1 do
+    if named_at(of, row) == worker_id then cut_row(of, row) end
+  end
 end
 
 local function add_row(worker_id, incarnation, of, numbers)
+  even_out(of)
+  cut_rows_of(of, worker_id)
   local bytes = redis.call('APPEND', key('rows', of), ('\0'):rep(COUNTERS_BYTES) .. numbers)
   redis.call('RPUSH', key('names', of), cmsgpack.pack({worker_id, incarnation}))
   redis.call('HSET', key('worker', worker_id), 'row', bytes / ROW_BYTES - 1)
@@ -84,15 +142,7 @@ end
 local function take_row(worker_id)
   local of, row = place_of(worker_id)
   if not of then return end
-  local rows, names = key('rows', of), key('names', of)
-  local packed, last = redis.call('GET', rows), redis.call('RPOP', names)
-  local left = #packed - ROW_BYTES
-  if row * ROW_BYTES < left then
-    redis.call('SETRANGE', rows, row * ROW_BYTES, packed:sub(-ROW_BYTES))
-    redis.call('LSET', names, row, last)
-    redis.call('HSET', key('worker', cmsgpack.unpack(last)[1]), 'row', row)
-  end
-  if left == 0 then redis.call('DEL', rows) else redis.call('SET', rows, redis.call('GETRANGE', rows, 0, left - 1)) end
+  if is_even(of) then cut_row(of, row) else even_out(of) end
 end
 
 local COUNTER = {tokens = 0, blocks = 1, chosen = 2}
@@ -107,7 +157,7 @@ end
 
 local function reserved(worker_id, part)
   local of, row = place_of(worker_id)
-  return redis.call('BITFIELD', key('rows', of), 'GET', 'i64', counter(row, part))[1]
+  return not of and 0 or redis.call('BITFIELD', key('rows', of), 'GET', 'i64', counter(row, part))[1]
 end
 
 local function unpack_rows(packed, count)
@@ -119,19 +169,32 @@ local function unpack_rows(packed, count)
   return values
 end
 
--- Returns all rows of a role, as they are now: row i (from 1) has its values behind (i - 1) * WIDTH.
+-- Returns all rows of a role, as they are now: row i (from 1) has its values behind (i - 1) * WIDTH. One whose generation is
+-- none is no row that a script wrote.
 local function read_rows(role, model)
   local of = role .. ':' .. model
   local packed = redis.call('GET', key('rows', of)) or ''
+  if #packed ~= ROW_BYTES * redis.call('LLEN', key('names', of)) then
+    even_out(of)
+    packed = ''
+  end
   local count = #packed / ROW_BYTES
-  return {of = of, values = unpack_rows(packed, count), count = count, names = {}}
+  local values = unpack_rows(packed, count)
+  for row = 0, count - 1 do
+    if not whole(values[row * WIDTH + GENERATION]) then
+      mended(key('rows', of))
+      cut_row(of, row)
+      return read_rows(role, model)
+    end
+  end
+  return {of = of, values = values, count = count, names = {}}
 end
 
 -- Returns id and incarnation of row i.
 local function who(rows, i)
   local names = rows.names[i]
   if not names then
-    names = cmsgpack.unpack(redis.call('LINDEX', key('names', rows.of), i - 1))
+    names = {named_at(rows.of, i - 1)}
     rows.names[i] = names
   end
   return names[1], names[2]

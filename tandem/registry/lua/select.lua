@@ -87,7 +87,7 @@ end
 local function linked(prefills, p, decodes, d)
   local sender, _ = who(prefills, p)
   local _, incarnation = who(decodes, d)
-  return redis.call('SISMEMBER', key('links', sender), incarnation) == 1
+  return sender and incarnation and redis.call('SISMEMBER', key('links', sender), incarnation) == 1
 end
 
 -- The cheapest decode row for prefill row p: of equals the one unchosen for longest. Tests links if `prove`.
@@ -235,6 +235,11 @@ local function reserve(request, prefill, decode, holder)
   redis.call('SADD', all_of_client(request.reservation), request.reservation)
 end
 
+-- True unless the worker of this row is not, or no longer, who its hash says.
+local function is_current(place)
+  return place.id and redis.call('HGET', key('worker', place.id), 'generation') == place.generation
+end
+
 local read = {}
 local function pools(model)
   if not read[model] then
@@ -245,7 +250,15 @@ local function pools(model)
   return unpack(read[model])
 end
 
-local function route(request, turn)
+local route
+local function without(stale, request, turn)
+  mended(key('rows', stale.rows.of))
+  cut_row(stale.rows.of, stale.at / WIDTH)
+  read[request.model] = nil
+  return route(request, turn)
+end
+
+function route(request, turn)
   local prefills, decodes = pools(request.model)
   request.known = {}  -- as add_expected changes hits
   for generation, blocks in pairs(request.hits) do request.known[generation] = blocks end
@@ -256,6 +269,9 @@ local function route(request, turn)
   local prefill = best.prefill and place(prefills, best.prefill, request)
   local fetch = prefill and prefills.fetches[best.prefill]
   local holder = fetch and place(decodes, fetch.row, request)
+  for _, part in ipairs({decode, prefill or nil, holder or nil}) do
+    if not is_current(part) then return without(part, request, turn) end
+  end
   if holder then holder.hit = fetch.blocks * request.block_size end
   reserve(request, prefill or decode, decode, holder)
   note_chosen(decode, turn)
@@ -280,6 +296,10 @@ for start = released + 1, #ARGV, ARGUMENTS do
   requests[#requests + 1] = request
 end
 local turn = redis.call('INCRBY', key('turn'), #requests) - #requests + 1
+if not whole(turn) then
+  redis.call('DEL', key('turn'))
+  turn = 0
+end
 for i, request in ipairs(requests) do
   if redis.call('EXISTS', key('abandoned', request.reservation)) == 1 then
     answers[#answers + 1] = {'none', 'the reservation was given up'}

@@ -35,7 +35,7 @@ local function lacking()
     if limit and level[part] < wanted[part] then return part, (wanted[part] - level[part]) * MINUTE_MS / limit end
   end
   if concurrent and num_inside() >= concurrent then return 'concurrent', 1000 end
-  if budget and tonumber(redis.call('HGET', usage, 'cost') or 0) + cost > budget then
+  if budget and (finite(redis.call('HGET', usage, 'cost')) or 0) + cost > budget then
     return 'budget', DAY_MS - now % DAY_MS
   end
   return '', 0
