@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -48,6 +49,7 @@ class GatewayAddress:
         return cls(**found)
 
 
+DIGITS = re.compile("[0-9]{1,15}")
 # What a gateway has to do: of each class and tenant, the part of the cluster that it would fill.
 Demand: TypeAlias = list[tuple[int, str, float]]
 # Of each of its models, by name@fingerprint.
@@ -89,7 +91,8 @@ class Snapshot:
     def of(cls, answer: Sequence[Any], unreadable: UnreadableRows) -> Snapshot:
         """As workers.lua answers."""
         epoch, mended, *flat = answer
-        unreadable.note_mended(dict(zip(mended[::2], map(int, mended[1::2]), strict=True)))
+        counts = zip(mended[::2], mended[1::2], strict=True)
+        unreadable.note_mended({name: int(count) for name, count in counts if DIGITS.fullmatch(count)})
         rows = zip(flat[::2], flat[1::2], strict=True)
         found = unreadable.read_each("worker", ((name, partial(decode, name, row)) for name, row in rows))
         return cls(epoch, list(found.values()))

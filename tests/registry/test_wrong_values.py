@@ -130,3 +130,21 @@ async def test_a_redis_that_may_evict_is_said(raw: Redis, own_redis: RedisServer
 
 async def _has(logs: Sequence[Mapping[str, Any]], text: str) -> bool:
     return any(text in line["event"] for line in logs)
+
+
+async def test_what_is_held_for_a_lost_reservation_is_released(raw: Redis, registry: Registry, namespace: str) -> None:
+    await wrong_values.fill(registry)
+    (reservation,) = await raw.keys(f"{key_prefix(namespace)}reservation:*")
+    await raw.delete(reservation)
+    assert len((await registry.check_integrity()).violations) > 1
+    for _ in wrong_values.workers():
+        await registry.sweep("k:1")
+    await raw.zrem(f"{key_prefix(namespace)}reservations", reservation.rpartition(b"reservation:")[2])
+    assert (await registry.check_integrity()).violations == ()
+
+
+async def test_a_wrong_note_of_wrong_values_is_no_note(raw: Redis, registry: Registry, namespace: str) -> None:
+    await wrong_values.fill(registry)
+    await raw.hset(f"{key_prefix(namespace)}mended", mapping={"leases": b"\xff", "links": b"3", "turn": b"9" * 400})
+    await registry.workers()
+    assert registry.unreadable.mended == {"links": 3}

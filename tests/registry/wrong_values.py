@@ -106,31 +106,33 @@ async def places(redis: Redis, namespace: str) -> list[WrittenPlace]:
 
 async def spoil(redis: Redis, place: WrittenPlace, value: bytes | None) -> None:
     """Overwrite it; without a value, delete it."""
-    if value is None:
-        await (redis.delete(place.key) if place.field is None else redis.hdel(place.key, place.field))
-    elif place.field is not None:
-        await redis.hset(place.key, place.field, value)
-    else:
-        await redis.delete(place.key)
-        await _replace(redis, place, value)
+    for command in spoiling(place, value):
+        await redis.execute_command(*command)
 
 
-async def _replace(redis: Redis, place: WrittenPlace, value: bytes) -> None:
-    """By a key of another type, or with other members."""
+def spoiling(place: WrittenPlace, value: bytes | None) -> Iterator[tuple[bytes | str | float, ...]]:
+    """Yields the commands that do it."""
+    if place.field is not None:
+        yield ("HDEL", place.key, place.field) if value is None else ("HSET", place.key, place.field, value)
+        return
+    yield "DEL", place.key
+    if value is not None and (command := _replacing(place, value)):
+        yield command
+
+
+def _replacing(place: WrittenPlace, value: bytes) -> tuple[bytes | str | float, ...]:
+    """Returns the command that makes a key of another type there, or one with other members."""
     if place.kind == b"string" and value.startswith(b"["):
-        await redis.rpush(place.key, value)
-    elif place.kind == b"string" or value:
-        await redis.set(place.key, value)
-    elif place.kind == b"zset":
-        await redis.zadd(place.key, {b"\xff": 2e15, b"": 2e15})
-    elif place.kind == b"set":
-        await redis.sadd(place.key, b"\xff", b"")
-    elif place.kind == b"hash":
-        await redis.hset(place.key, mapping={b"\xff": b"\xff", b"": b""})
-    elif place.kind == b"list":
-        await redis.rpush(place.key, b"\xff", b"")
-    elif place.kind == b"stream":
-        await redis.xadd(place.key, {b"\xff": b"\xff"})
+        return "RPUSH", place.key, value
+    if place.kind == b"string" or value:
+        return "SET", place.key, value
+    return {
+        b"zset": ("ZADD", place.key, 2e15, b"\xff", 2e15, b""),
+        b"set": ("SADD", place.key, b"\xff", b""),
+        b"hash": ("HSET", place.key, b"\xff", b"\xff", b"", b""),
+        b"list": ("RPUSH", place.key, b"\xff", b""),
+        b"stream": ("XADD", place.key, "*", b"\xff", b"\xff"),
+    }.get(place.kind, ())
 
 
 def beats(registry: Registry) -> dict[str, Callable[[], Awaitable[Any]]]:

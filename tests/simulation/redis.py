@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from hashlib import sha1
 from itertools import count
+from random import Random
 from typing import Any, TypeAlias
 
 import hiredis
@@ -24,6 +25,7 @@ from tandem.registry import RegistryUnavailable
 from tandem.registry.connection import Entry, entries_of
 from tandem.registry.errors import ScriptFailed
 from tandem.registry.scripts import key_prefix, load_scripts
+from tests.registry.wrong_values import VALUES, WrittenPlace, spoiling
 from tests.simulation.network import SimulatedEnd, SimulatedNetwork
 from tests.simulation.world import Occurrence, Process
 
@@ -156,6 +158,18 @@ class SimulatedRedis:
 
     def empty(self) -> None:
         self._store.empty()
+
+    def spoil(self, random: Random) -> str:
+        """Overwrites a key, or a field of one, or takes it away; returns its name, empty where there is none."""
+        if not (keys := sorted(self._store.ask("KEYS", "*"))):
+            return ""
+        key = random.choice(keys)
+        fields = sorted(self._store.ask("HKEYS", key)) if (kind := self._store.ask("TYPE", key)) == b"hash" else ()
+        place = WrittenPlace(key, kind, random.choice(fields) if fields and random.random() < 0.8 else None)
+        for command in spoiling(place, random.choice(VALUES)):
+            self._store.ask(*command)
+        self._nothing_new.clear()
+        return str(place)
 
     def _accept(self, end: SimulatedEnd) -> None:
         end.received = lambda frame: self._received(end, *frame)

@@ -38,6 +38,7 @@
 --   epoch                  when this Redis began to be filled; changes when it lost its memory (epoch.lua)
 --   generation             the latest one; each lease taken gets one of its own, higher than any before
 --   turn                   counts choices, so that equals take turns
+--   sweeps                 counts sweeps, each of which looks at what one worker holds
 --   mended                 hash: key that had a wrong value -> how often that was taken away, of late
 --   changed                channel: the id of a worker that came, went, drains or has new links
 local prefix = KEYS[1]
@@ -78,7 +79,7 @@ end
 local WRONG_VALUE = {'WRONGTYPE', 'hash value is not', 'would overflow', 'NaN or Infinity', 'exhausted', 'allowed size'}
 
 local function is_wrong_value(command, text)
-  if command == 'INCRBY' and text:find('is not an integer', 1, true) then return true end
+  if command:find('^INCR') and text:find('is not an integer', 1, true) then return true end
   for _, part in ipairs(WRONG_VALUE) do
     if text:find(part, 1, true) then return true end
   end

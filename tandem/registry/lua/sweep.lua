@@ -1,12 +1,30 @@
 -- Forgets what is past its time even where nothing else calls. Returns how many leases, reservations and block locations
 -- that were, and how many leases and reservations there are.
 -- Who sweeps may say where Prometheus reads it (ARGV[1]), which is believed for ten seconds.
--- What cannot be read of a worker is forgotten, too.
+-- What cannot be read of a worker is forgotten, too, and of one worker in turn what it holds for no reservation.
+local function drop_strays(worker_id)
+  local held, of, row = key('held', worker_id), place_of(worker_id)
+  for _, field in ipairs(redis.call('HKEYS', held)) do
+    local part, reservation = field:match('^(%a+):(.*)$')
+    if not part or redis.call('HGET', key('reservation', reservation), part) ~= worker_id then
+      redis.call('HDEL', held, field)
+      mended(held)
+    end
+  end
+  for _, part in ipairs(of and {'tokens', 'blocks'} or {}) do
+    add_reserved(of, row, part, held_by(worker_id, part) - reserved(worker_id, part))
+  end
+end
+
 for _, worker_id in ipairs(live_workers()) do
   if not is_intact(worker_id) then
     mended(key('worker', worker_id))
     retire(worker_id)
   end
+end
+local whole_workers = live_workers()
+if #whole_workers > 0 then
+  drop_strays(whole_workers[(whole(redis.call('INCR', key('sweeps'))) or 0) % #whole_workers + 1])
 end
 if ARGV[1] and ARGV[1] ~= '' then redis.call('SET', key('keeper'), ARGV[1], 'PX', 10000) end
 return {

@@ -297,6 +297,12 @@ class Faults:
         self._cluster.redis.empty()
         return True
 
+    def _redis_garbage(self, fault: Fault) -> bool:
+        """One value, of whatever there is."""
+        spoilt = self._cluster.redis.spoil(self._random)
+        self._cluster.world.log("spoilt", spoilt)
+        return bool(spoilt)
+
     def _redis_slow(self, fault: Fault) -> bool:
         redis = self._cluster.redis
         redis.slowness_s = self._random.choice((0.01, 0.2, 0.7))

@@ -338,8 +338,9 @@ class Run:
         touched, shape = self.faults.touched, self.schedule.shape
         decodes = sum(touched[name] > 0 for name in names(shape) if name[0] == "d") == shape.decodes
         prefills = sum(touched[name] > 0 for name in names(shape) if name[0] == "p") == shape.prefills
-        # Once Redis' clock has jumped over leases, nobody is in the registry until the next heartbeats.
-        return decodes or touched["redis-clock"] > 0 or (prefills and shape.disaggregation == "require")
+        # Once Redis' clock has jumped over leases, or a lease is spoilt, nobody is in the registry until the next heartbeats.
+        unleased = touched["redis-clock"] + touched["redis-garbage"] > 0
+        return decodes or unleased or (prefills and shape.disaggregation == "require")
 
     # --- afterwards ---
 

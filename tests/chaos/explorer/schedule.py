@@ -24,7 +24,7 @@ VOCABULARY = 4096
 OF_CLUSTERS = (
     "kill", "vanish", "pause", "stop", "cut", "half-open", "reset", "hold",
     "kv-drop", "kv-duplicate", "kv-reorder", "kv-corrupt",
-    "redis-kill", "redis-empty", "redis-slow", "redis-pause", "redis-clock",
+    "redis-kill", "redis-empty", "redis-slow", "redis-pause", "redis-clock", "redis-garbage",
     "starve",
 )  # fmt: skip
 OF_DISKS = "disk-late", "disk-fail", "disk-lose", "disk-damage"
