@@ -105,7 +105,7 @@ class Suspicion:
         self._forget(num_written)
         self._losses |= {incarnation: Loss(num_written) for incarnation in incarnations}
         now = asyncio.get_running_loop().time
-        patient_until = now() + min(self._patience_s, (deadline - now()) / 2)  # it has yet to compute the rest
+        patient_until = min(now() + self._patience_s, deadline)
         await self._learn(deadline)
         while len(self._losses) >= MAX_LOSSES and self._unknown() and now() < patient_until:
             await self._learn(patient_until)

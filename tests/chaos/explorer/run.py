@@ -323,6 +323,8 @@ class Run:
         """How much later all may have come for what happened: each fault's own time, and until it was noticed."""
         if self._had_nobody() or any(kind.startswith("kv-") for kind in self.faults.touched):
             return inf  # a lost end of a transfer is noticed at the request's deadline
+        if self.faults.fired["vanish"] and len(self.faults.struck.keys() & self.cluster.workers.keys()) > 1:
+            return inf  # behind two deaths, of one of which nobody tells, it waits for word
         others = [fault for fault in self.schedule.faults if fault.kind not in ("starve", "log-full")]
         late_s = sum(fault.seconds + NOTICED_S for fault in others) if self.faults.touched else 0.0
         return late_s + self.faults.starved_s
@@ -338,7 +340,7 @@ class Run:
         touched, shape = self.faults.touched, self.schedule.shape
         decodes = sum(touched[name] > 0 for name in names(shape) if name[0] == "d") == shape.decodes
         prefills = sum(touched[name] > 0 for name in names(shape) if name[0] == "p") == shape.prefills
-        # Once Redis' clock has jumped over leases, or a lease is spoilt, nobody is in the registry until the next heartbeats.
+        # Once Redis' clock has jumped over leases, or one is spoilt, nobody is registered until the next heartbeats.
         unleased = touched["redis-clock"] + touched["redis-garbage"] > 0
         return decodes or unleased or (prefills and shape.disaggregation == "require")
 
@@ -375,8 +377,9 @@ class Run:
 
     async def _settle(self, before: dict[str, tuple[int, int]]) -> None:
         registry = self.cluster.registry_of(self.cluster.client)
-        await self._wait_released(registry, {} if self.cluster.guests else before)
-        if self.cluster.guests:
+        others = bool(self.cluster.guests) or self.faults.fired["redis-garbage"] > 0  # whose name may be any model's
+        await self._wait_released(registry, {} if others else before)
+        if others:
             # Gateways remember a model for so long behind its last worker's lease, and nothing of it after.
             await asyncio.sleep(SETTLE_S + GONE_S)
             await self._wait_released(registry, before)
