@@ -55,7 +55,7 @@ PARTS = {
     "kernels": CheckPart("the engine, its kernels, a model family", "engine benchmarks"),
     "chaos": CheckPart("what waits, aborts, reserves or releases", "chaos simulation"),
     "rooms": CheckPart("gateway, registry, containment, checkpoints", "."),
-    "fuzz": CheckPart("what is parsed: requests, frames, files, Redis' answers", ""),
+    "security": CheckPart("what is parsed, and who is let in: requests, frames, files, rows of Redis", ""),
 }  # fmt: skip
 # What a stranger, a hostile client or a flood meets, with ten times as many examples as in `make test`.
 HOSTILE = (
@@ -78,7 +78,7 @@ def _within(path: str, prefix: str) -> bool:
 
 def runs(name: str) -> Iterator[Sequence[str]]:
     """Yields pytest's arguments for each run of a part."""
-    if name == "fuzz":
+    if name == "security":
         yield *BESIDE_OTHERS, "--hypothesis-profile=guard", "--timeout=1800", *(f"tests/{path}.py" for path in HOSTILE)
         return
     folder = ROOT / "tests"

@@ -29,7 +29,7 @@ os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("trusted.pem"))
 
 gc.disable()  # until test files have imported what they need
 
-# The same examples each time, and none fails for the time that it took. `make check PART=fuzz` looks for others.
+# The same examples each time, and none fails for the time that it took. `make check PART=security` looks for others.
 settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("guard", deadline=None, max_examples=1000)  # see tests/fuzzing.py
 settings.load_profile("tests")

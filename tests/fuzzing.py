@@ -1,4 +1,4 @@
-"""How much fuzz tests try: ten times as much in `make check PART=fuzz`; the same examples each time."""
+"""How much fuzz tests try: ten times as much in `make check PART=security`; the same examples each time."""
 
 from __future__ import annotations
 
