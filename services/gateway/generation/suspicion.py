@@ -110,10 +110,9 @@ class Suspicion:
         while len(self._losses) >= MAX_LOSSES and self._unknown() and now() < patient_until:
             await self._learn(patient_until)
         self._forget(num_written)
-        known = [loss.death for loss in self._losses.values() if loss.death]
-        for both in combinations(known, 2):
-            if self._is_convicted(*both):
-                self._deaths.explain(both)
+        for first, second in combinations(self._losses.values(), 2):
+            if first.death and second.death and self._is_convicted(first, second.death):
+                self._deaths.explain((first.death, second.death))
                 raise Poison(list(self._losses))
 
     @property
@@ -128,13 +127,17 @@ class Suspicion:
         """True if it was lost once, and nobody has said of what."""
         return len(self._losses) == len(self._unknown()) == 1
 
-    def _is_convicted(self, first: Death, second: Death) -> bool:
-        """True if no other choice can be what both have died of: one may be named for what was computed beside it."""
-        places = second.named
+    def _is_convicted(self, first: Loss, second: Death) -> bool:
+        """True if no other choice can be what both have died of: one may be named for what was computed beside it.
+
+        A prompt that ends right before the place may pass it in prefill, and die of it one token later.
+        """
+        assert first.death
+        places, before = second.named, first.death.named
         if len(places) == 1:
             return True
-        steps = {name: places[name] - place for name, place in first.named.items() if name in places}
-        return [name for name, step in steps.items() if 0 <= step < PAST_TOKENS] == [self._choice_id]
+        most = 1 if first.num_written == before[self._choice_id] else 0
+        return [name for name in before if 0 <= places.get(name, -1) - before[name] <= most] == [self._choice_id]
 
     def _forget(self, num_written: int) -> None:
         """Losses that another was, or at places that it is past, as it has written or a later death has found it."""

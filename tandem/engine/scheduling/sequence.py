@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tandem.engine.lora import Adapter
     from tandem.grammar import Guide
 
-# Who begins apart has begun with so many tokens: prefill's, and two steps that nobody else began in.
-BEGUN_TOKENS = 3
+# Who begins apart has begun with so many tokens: prefill's, and that of a step in which nobody else began.
+BEGUN_TOKENS = 2
 DRAW = struct.Struct("=dddqQ")  # `struct draw` of kernels/sampling.h
 
 
