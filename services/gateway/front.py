@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 from opentelemetry.trace import Tracer
 
+from services.gateway import versions
 from services.gateway.access import ANYONE, Access, Allowances, Caller
 from services.gateway.admission import Intake, TextTurns
 from services.gateway.bodies import LargeBodies, is_large
@@ -170,10 +171,7 @@ class FrontDesk:
         if not found:
             missing = "; ".join(["no worker has registered a model", *self.refusals()])
             raise Unavailable(missing, code="no_workers")
-        if len(found) == 1:
-            return found[0]
-        seats = [llm.seats for llm in found]
-        return self.seeds.choices(found, seats)[0] if any(seats) else found[0]
+        return versions.chosen(found, self.seeds)
 
     def _awake(self, base: str | None, asked: Any, user: str = "") -> str | None:
         """The same model, unless it is asleep. Raises Asleep."""
@@ -265,7 +263,8 @@ class FrontDesk:
 
     def _listed(self, name: str) -> Listed | None:
         alias = self.aliases.find(name)
-        behind = [self._largest(model) for model in (alias.targets if alias else (name,))]
+        names = alias.targets if alias else (name,)
+        behind = [versions.largest(self.versions(self.base_of(model))) for model in names]
         llms = [llm for llm in behind if llm is not None]
         if not llms:
             return None
@@ -273,16 +272,9 @@ class FrontDesk:
         model = replace(llms[0].model, name=name) if alias else llms[0].served(name)
         return Listed(model, llms[0], longest, ready, alias)
 
-    def _largest(self, name: str) -> LLM | None:
-        """The version with most seats, of those that have workers."""
-        versions = [llm for llm in self.versions(self.base_of(name)) if llm.pool.workers]
-        return max(versions, key=lambda one: one.seats, default=None)
-
-    def shares(self, name: str) -> dict[str, float]:
-        """The part of the model's requests that each fingerprint gets."""
-        seats = {llm.key.fingerprint: llm.seats for llm in self.versions(name) if llm.pool.workers}
-        whole = sum(seats.values()) or 1
-        return {fingerprint: round(count / whole, 4) for fingerprint, count in sorted(seats.items())}
+    def warnings(self) -> list[str]:
+        """Describe what serves, and may not be meant."""
+        return [why for name in sorted({key.name for key in self.llms}) if (why := versions.mixed(self.versions(name)))]
 
     def allows(self, client: Caller, name: str) -> bool:
         """A key for the model is one for all of its names."""

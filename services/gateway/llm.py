@@ -96,9 +96,10 @@ class LLM:
 
     @property
     def seats(self) -> int:
-        """How many answers its workers write at once."""
+        """How many answers its workers write at once, of those that have ever answered."""
         decodes = [worker for worker in self.pool.workers if worker.info.role is Role.DECODE]
-        return sum(worker.info.max_num_seqs for worker in decodes if not worker.load.draining)
+        able = [worker.info for worker in decodes if not worker.load.draining and self.pool.has_met(worker.info)]
+        return sum(info.max_num_seqs for info in able)
 
     def served(self, name: str, client: Caller = ANYONE) -> ServedModel:
         """The model, by whichever of its names, or one of its adapters, or by the alias that has led here.

@@ -56,6 +56,13 @@ class Finding:
     good: bool
     detail: str
     link: tuple[str, str, str] | None = None  # prefill worker, decode worker, how fast and how near
+    warns: bool = False  # it is good, if it is meant
+
+    @property
+    def mark(self) -> str:
+        if not self.good:
+            return "[red]BROKEN[/]"
+        return "[yellow]warns [/]" if self.warns else "[green]ok    [/]"
 
 
 def main(arguments: list[str]) -> None:
@@ -66,8 +73,9 @@ def main(arguments: list[str]) -> None:
     findings = asyncio.run(examine(settings.addressed()))
     console, width = Console(), max(len(finding.what) for finding in findings)
     for finding in findings:
-        mark = "[green]ok    [/]" if finding.good else "[red]BROKEN[/]"
-        console.print(f"{mark}  {finding.what:<{width}}  {escape(finding.detail)}", soft_wrap=True, highlight=False)
+        console.print(
+            f"{finding.mark}  {finding.what:<{width}}  {escape(finding.detail)}", soft_wrap=True, highlight=False
+        )
     if links := [finding.link for finding in findings if finding.link]:
         console.print(matrix(links))
     broken = [finding.what for finding in findings if not finding.good]
@@ -131,7 +139,7 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
         return [Finding("redis", False, str(error))]
     by_role = {role: [w for w in workers if w.info.role is role] for role in Role}
     findings = [Finding("redis", True, f"{redis}: {len(workers)} workers registered")]
-    findings += [Finding("registry", False, why) for why in wrong]
+    findings += [Finding("registry", False, why) for why in wrong] + _mixed(workers)
     findings += [Finding("another release", True, str(release)) for release in releases]
     if settings.integrity:
         findings.append(_whole("redis", held))
@@ -173,6 +181,20 @@ async def _meant(registry: Registry, settings: DoctorSettings) -> set[str]:
     adapters = (await registry.adapters.all()).by_name
     bases = {adapters[one].model if one in adapters else one for one in targets or [name]}
     return bases - {""}
+
+
+def _mixed(workers: Sequence[LiveWorker]) -> list[Finding]:
+    """Models of two fingerprints, whose requests are shared between workers that take other tokens for a text."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for worker in workers:
+        found.setdefault(worker.info.model, {}).setdefault(worker.info.fingerprint, []).append(worker.info.worker_id)
+    texts = {
+        model: "; ".join(f"{fingerprint[:12]} by {', '.join(names)}" for fingerprint, names in sorted(of.items()))
+        for model, of in found.items()
+        if len(of) > 1
+    }
+    why = "workers of other files have one name, which is meant only while they are rolled out"
+    return [Finding(model, True, f"{why}: {text}", warns=True) for model, text in sorted(texts.items())]
 
 
 def _sleeps(status: ModelStatus) -> str:

@@ -106,6 +106,7 @@ class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):
         self.refuse: grpc.StatusCode | None = None
         self.refusal = "refused for the test"
         self.num_sent = self.num_passed_on = 0
+        self.silent = False  # on its stream, from its beginning
         self._streams: dict[str, asyncio.Queue[worker_pb2.WorkResponse | None]] = {}
         # Status of streams that it ends, as a worker does whose gateway is silent.
         self.last_status: grpc.StatusCode | None = None
@@ -117,6 +118,8 @@ class WorkingPeer(worker_pb2_grpc.WorkerServiceServicer):
         queue = self._streams[stream_id] = asyncio.Queue()
         reading = asyncio.create_task(self._read(stream_id, requests))
         try:
+            if self.silent:
+                await asyncio.Event().wait()
             yield worker_pb2.WorkResponse(incarnation=self.incarnation)
             while (message := await queue.get()) is not None:
                 yield message
@@ -350,6 +353,7 @@ class Peers:
     folder: Path = field(default_factory=lambda: folder_of(CONTEXT))  # of their model, likewise
     model: str = MODEL  # likewise
     linked: bool = True  # KV has moved between them
+    silent: bool = False  # decode workers that are added never open a stream
     _decodes: dict[str, DecodePeer] = field(default_factory=dict)
 
     @property
@@ -367,6 +371,7 @@ class Peers:
     ) -> Peer:
         incarnation = uuid4().hex
         peer = self._decodes[incarnation] = DecodePeer(incarnation, layout_of(revision), self.generator)
+        peer.silent = self.silent
         return await self._add(worker_id, Role.DECODE, incarnation, revision, peer, [], num_blocks, port)
 
     async def add_prefill(self, worker_id: str = "p", revision: str = REVISION) -> Peer:

@@ -133,6 +133,42 @@ async def test_two_fingerprints_of_a_name_are_both_served_each_request_by_one(
         assert f"{said} {served[worker]}.0" in metrics.splitlines()
 
 
+async def test_a_fingerprint_whose_workers_never_answer_has_no_share(
+    gateway: Gateway, http: httpx.AsyncClient, others: Peers, peers: Peers
+) -> None:
+    others.model, others.silent = MODEL, True
+    await leave(others, "other-d", "other-p")
+    await others.add_decode("new-d")
+    await eventually(lambda: len([llm for llm in gateway.front.versions(MODEL) if llm.pool.workers]) == 2)
+    for number in range(20):
+        answer = await http.post("/v1/completions", json={**BODY, "prompt": f"once {number}"})
+        assert (answer.status_code, answer.headers.get("x-tandem-decode-worker")) == (200, "d")
+    (card,) = (await http.get("/v1/models")).json()["data"]
+    silent = others.workers["new-d"].info.fingerprint
+    assert card["fingerprints"] == {peers.workers["d"].info.fingerprint: 1.0, silent: 0.0}
+    for warning in (card["warning"], *(await http.get("/console/feed")).json()["gateway"]["warnings"]):
+        assert MODEL in warning
+        assert silent[:12] in warning
+        assert "new-d" in warning
+    await leave(peers, "d", "p")
+    await eventually(lambda: not gateway.front.readiness()[0])
+    late = await http.post("/v1/completions", json=BODY, headers={"x-request-timeout-ms": "3000"})
+    assert late.status_code in (503, 504)
+
+
+async def test_a_worker_that_never_answers_keeps_no_request_waiting(
+    gateway: Gateway, http: httpx.AsyncClient, peers: Peers
+) -> None:
+    peers.silent = True
+    await peers.add_decode("d2")
+    await eventually(lambda: gateway.front.llm_of(MODEL).pool.unmet() == {peers.workers["d2"].info.incarnation})
+    began = asyncio.get_running_loop().time()
+    for number in range(20):
+        answer = await http.post("/v1/completions", json={**BODY, "prompt": f"once {number}"})
+        assert (answer.status_code, answer.headers.get("x-tandem-decode-worker")) == (200, "d")
+    assert asyncio.get_running_loop().time() - began < 20 * 1.0, "each waits for its stream"
+
+
 async def test_each_model_has_its_own_metrics(gateway: Gateway, http: httpx.AsyncClient, others: Peers) -> None:
     await joined(gateway)
     for name, count in ((OTHER, 2), (MODEL, 3)):

@@ -60,6 +60,7 @@ class Console:
         return {
             "gateway": {
                 "version": __version__, "model": ", ".join(front.names), "ready": ready, "missing": found["missing"],
+                "warnings": front.warnings(),
                 "registry_reached": found["registry_reached"], "disaggregation": front.settings.disaggregation,
             },
             "workers": [self._worker(worker) for worker in seen[:MAX_WORKERS]],

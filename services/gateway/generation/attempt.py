@@ -165,7 +165,8 @@ class Attempt:
         """Among the workers that answer now, else among silent ones, too; a first attempt then waits for lost ones."""
         pool, exclude = self._cluster.pool, self._cluster.pool.foreign | set(exclude)
         lost, doubtful, back_soon = pool.lost(), pool.doubtful(), not self._choice.migrated
-        *tiers, last = dict.fromkeys(map(frozenset, (lost | doubtful, lost, () if back_soon else lost)))
+        silent = lost | pool.unmet()
+        *tiers, last = dict.fromkeys(map(frozenset, (silent | doubtful, silent, () if back_soon else lost)))
         for left_out in tiers:
             with suppress(Unavailable):
                 return await self._cluster.router.choose(request, left_out | exclude)

@@ -69,7 +69,7 @@ class EmbeddingAttempt(Attempt):
         ]  # fmt: skip
         if not found:
             raise Unavailable("no prefill worker is there, and embeddings are computed by no others", code=NO_WORKERS)
-        doubtful = pool.lost() | pool.doubtful()
+        doubtful = pool.lost() | pool.unmet() | pool.doubtful()
         return min(found, key=lambda worker: (worker.info.incarnation in doubtful, *self._burden(worker)))
 
     def _burden(self, worker: LiveWorker) -> tuple[bool, bool, int, int]:

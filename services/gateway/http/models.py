@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
+from services.gateway import versions
 from services.gateway.front import FrontDesk, Listed
 from tandem.registry import ModelStatus
 
@@ -36,12 +37,15 @@ def add_models(app: FastAPI, front: FrontDesk) -> None:
 
 def _card(listed: Listed, front: FrontDesk) -> dict[str, Any]:
     model, llm = listed.model, listed.llm
+    of = front.versions(llm.key.name)
+    warned = {"warning": why} if (why := versions.mixed(of)) else {}
     behind = {"weights": listed.alias.shares, "fallbacks": listed.alias.fallbacks} if listed.alias else {}
     return {
         **_named(model.name, model.created), "root": model.adapter.path if model.adapter else llm.key.name,
         "parent": model.parent or None, "max_model_len": listed.max_model_len,
         "state": "ready" if listed.ready else "not ready", "fingerprint": llm.key.fingerprint,
-        "fingerprints": front.shares(llm.key.name), "max_input_tokens": listed.max_model_len, **behind,
+        "fingerprints": versions.shares(of), "max_input_tokens": listed.max_model_len, **behind,
+        **warned,
     }  # fmt: skip
 
 

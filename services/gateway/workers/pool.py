@@ -29,6 +29,8 @@ FOLLOW_S = 1.0
 MAX_REPLACED = 1024
 # A worker that has not answered for so long is called on a new channel.
 RENEW_S = 2.0
+# A worker opens its stream in far less.
+MEETING_S = 1.0
 T = TypeVar("T")
 
 
@@ -104,6 +106,11 @@ class WorkerPool:
         known = self._connections.get(info.worker_id)
         return known is not None and known.info.incarnation == info.incarnation and known.connected
 
+    def has_met(self, info: WorkerInfo) -> bool:
+        """True if this incarnation has ever answered."""
+        known = self._connections.get(info.worker_id)
+        return known is not None and known.info.incarnation == info.incarnation and (known.connected or known.met)
+
     def answers(self, role: Role) -> bool:
         """True if some worker of that role answers now, whatever the registry says."""
         return any(connection.info.role is role for connection in self.all_connected())
@@ -122,6 +129,11 @@ class WorkerPool:
     def lost(self) -> set[str]:
         """Incarnations that have stopped answering: dead already, whatever their lease in the registry says."""
         return {connection.info.incarnation for connection in self._connections.values() if connection.lost}
+
+    def unmet(self) -> set[str]:
+        """Incarnations that have never answered, and have had the time to."""
+        found = (one for one in self._connections.values() if one.absent_s > MEETING_S and not one.met)
+        return {one.info.incarnation for one in found}
 
     def doubtful(self) -> set[str]:
         """Incarnations that have been silent for so long that one which answers is the better choice."""

@@ -80,9 +80,12 @@ function State({ feed, error }) {
   if (error) return html`<span class="pill bad" role="status">${feed ? "no answer" : "not connected"}</span>`;
   if (!feed) return html`<span class="pill" role="status">connecting</span>`;
   if (!feed.all) return html`<span class="pill" role="status">tenant ${feed.tenant}</span>`;
-  const { ready, missing, registry_reached } = feed.gateway;
+  const { ready, missing, registry_reached, warnings = [] } = feed.gateway;
   if (!ready) return html`<span class="pill bad" role="status" title=${missing.join("; ")}>not ready</span>`;
   if (!registry_reached) return html`<span class="pill warn" role="status">registry lost</span>`;
+  if (warnings.length > 0) {
+    return html`<span class="pill warn" role="status" title=${warnings.join("; ")}>ready, with a warning</span>`;
+  }
   return html`<span class="pill good" role="status">ready</span>`;
 }
 
