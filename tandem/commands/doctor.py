@@ -19,8 +19,9 @@ from rich.table import Table
 
 from tandem import rpc
 from tandem.checkpoints import described, misfit, weights_bytes
-from tandem.commands import UP_ADDRESSES, with_own_password
+from tandem.commands import UP_ADDRESSES
 from tandem.commands.gateways import http_client
+from tandem.commands.own_cluster import with_own_password, with_own_secret
 from tandem.commands.up import UpSettings
 from tandem.machine import usable_memory
 from tandem.process import IntegrityReport
@@ -47,7 +48,8 @@ class DoctorSettings(ClusterSettings):
         """With the addresses of `tandem up` where none is given, and the password of its Redis."""
         given = self.redis_url or self.gateway_url or self.grpc_address
         said = self if given else self.model_copy(update=UP_ADDRESSES)
-        return said.model_copy(update={"redis_url": with_own_password(said.redis_url)})
+        said = said.model_copy(update={"redis_url": with_own_password(said.redis_url)})
+        return with_own_secret(said, said.redis_url, said.namespace)
 
 
 @dataclass(frozen=True, slots=True)

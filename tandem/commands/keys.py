@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tandem.api_keys import DEFAULT_TIER, ApiKey, Keys, digest, read_keys, text_of, write_keys
-from tandem.commands import UP_ADDRESSES, with_own_password
+from tandem.commands import UP_ADDRESSES
+from tandem.commands.own_cluster import with_own_password
 from tandem.registry import Registry, RegistryUnavailable
 
 FILE = ".run/keys.json"

@@ -11,7 +11,8 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from tandem import rpc
-from tandem.commands import UP_ADDRESSES, with_own_password
+from tandem.commands import UP_ADDRESSES
+from tandem.commands.own_cluster import with_own_password, with_own_secret
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.security import ClusterSettings
 from tandem.settings import load
@@ -32,6 +33,7 @@ class ProfileSettings(ClusterSettings):
 
 def main(arguments: list[str]) -> None:
     settings = load(ProfileSettings, arguments, "tandem profile")
+    settings = with_own_secret(settings, settings.redis_url, settings.namespace)
     try:
         made = asyncio.run(_profile(settings))
     except (RegistryUnavailable, ValueError) as error:

@@ -37,6 +37,7 @@ class RunningNote(BaseModel):
     grpc: str
     workers: str
     logs: str
+    registry: str = ""  # that its processes meet in
 
 
 class DownSettings(Settings):

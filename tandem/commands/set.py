@@ -14,8 +14,9 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from tandem import rpc
-from tandem.commands import UP_ADDRESSES, with_own_password
+from tandem.commands import UP_ADDRESSES
 from tandem.commands.gateways import addresses, http_client, said_by
+from tandem.commands.own_cluster import with_own_password, with_own_secret
 from tandem.registry import Registry, RegistryUnavailable, WorkerInfo
 from tandem.security import ClusterSettings
 from tandem.settings import load
@@ -40,6 +41,7 @@ class SetSettings(ClusterSettings):
 
 def main(arguments: list[str]) -> None:
     settings = load(SetSettings, arguments, "tandem set")
+    settings = with_own_secret(settings, settings.redis_url, settings.namespace)
     changes = dict(map(_parsed, settings.settings))
     if problems := asyncio.run(_set_everywhere(settings, changes)):
         raise SystemExit("tandem set: " + "\n".join(problems))

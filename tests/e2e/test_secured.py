@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,10 @@ import psutil
 import pytest
 from redis import AuthenticationError, Redis
 
-from tandem.commands import LOGS, REDIS_URL_FILE
+from tandem.commands import LOGS, REDIS_URL_FILE, SECRET_FILE
+from tandem.registry import LiveWorker, Registry, Role, WorkerInfo
+from tandem.security import NO_SECRET, ClusterSecret
+from tandem.transfer import LinkPeer, LocalPeer, Sender, TransferError
 from tests.authority import Authority
 from tests.e2e.cluster import RunningCluster, running_cluster
 
@@ -55,6 +59,57 @@ def cluster(
     options = ["--engine=null", "--disaggregation=require", f"--api-keys={keys}", *within]
     with running_cluster(tmp_path_factory.mktemp("secured"), *options) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    """One that was given nothing, as most are on one machine."""
+    with running_cluster(tmp_path_factory.mktemp("plain"), "--engine=null") as cluster:
+        yield cluster
+
+
+def of(cluster: RunningCluster) -> dict[Role, WorkerInfo]:
+    async def workers() -> list[LiveWorker]:
+        registry = Registry.connect(cluster.redis_url, timeout=30.0)
+        try:
+            return await registry.workers()
+        finally:
+            await registry.close()
+
+    return {worker.info.role: worker.info for worker in asyncio.run(workers())}
+
+
+def linked(cluster: RunningCluster, role: Role, secret: ClusterSecret) -> bool:
+    """Open a link to a worker, as one of the other role does that wants its blocks."""
+    info = of(cluster)[role]
+    stranger = LocalPeer(LinkPeer("stranger", "stranger-first", info.layout_hash), secret)
+    sender, remote = Sender(stranger, transports=("tcp",)), LinkPeer(info.worker_id, info.incarnation, info.layout_hash)
+    error = sender.open_link(remote, info.transfer_address, timeout_s=5.0).exception(10.0)
+    sender.close()
+    assert error is None or (isinstance(error, TransferError) and error.code == "UNAUTHENTICATED")
+    return error is None
+
+
+def test_a_plain_cluster_links_to_its_own_alone(plain: RunningCluster) -> None:
+    path = plain.logs / SECRET_FILE
+    assert path.stat().st_mode & 0o077 == 0
+    for role in Role:
+        assert not linked(plain, role, NO_SECRET)
+        assert not linked(plain, role, ClusterSecret(b"a guess of at least 16 bytes"))
+        assert linked(plain, role, ClusterSecret.read(path))
+    family = psutil.Process(plain.process.pid).children(recursive=True)
+    secret = path.read_text(encoding="utf-8")
+    assert not [one for one in family if secret in " ".join(one.cmdline())]
+    answer = httpx.post(f"{plain.http}/v1/completions", json=BODY, timeout=30)
+    assert (answer.status_code, answer.headers["x-tandem-path"]) == (200, "remote")
+
+
+def test_commands_find_the_secret_of_a_plain_cluster(plain: RunningCluster) -> None:
+    addresses = [f"--redis-url={plain.redis_url}", f"--grpc-address={plain.grpc}", f"--gateway-url={plain.http}"]
+    whole = tandem("doctor", *addresses, "--integrity")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    told = [f"--gateway-url={plain.http}", f"--redis-url={plain.redis_url}", "log_level=debug"]
+    assert tandem("set", *told).returncode == 0
 
 
 def test_who_has_a_key_is_answered_by_both_pools(cluster: RunningCluster, key: str) -> None:

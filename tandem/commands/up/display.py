@@ -17,6 +17,7 @@ from rich.table import Table
 
 from tandem.commands import REDIS_URL_FILE, generate
 from tandem.commands.gateways import http_client
+from tandem.commands.own_cluster import registry_name
 from tandem.commands.up.plan import ClusterPlan
 from tandem.commands.up.settings import UpSettings
 from tandem.local import Launcher
@@ -54,6 +55,7 @@ def note_of(settings: UpSettings, plan: ClusterPlan) -> dict[str, str]:
         "grpc": ", ".join(dict.fromkeys(plan.url(gateway, "grpc_port") for gateway in plan.gateways)),
         "workers": ", ".join(f"{pool.replicas} {pool.name}" for pool in plan.cluster.pools),
         "logs": str(settings.logs.absolute()),
+        "registry": registry_name(plan.redis_url, plan.cluster.namespace),
     }
 
 

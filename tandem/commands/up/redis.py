@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from secrets import token_urlsafe
 
 from tandem.cluster import Cluster
 from tandem.commands import REDIS_URL_FILE
+from tandem.commands.up.secret import write_for_owner
 from tandem.local import Service, free_ports
 
 
@@ -23,16 +23,10 @@ def redis_of(cluster: Cluster, folder: Path, store_url: str) -> tuple[str, str, 
     login = f":{password}@" if password else ""
     url = cluster.redis.url or f"redis://{login}127.0.0.1:{cluster.redis.port}"
     if password and not cluster.redis.url:
-        _write_for_owner(folder / REDIS_URL_FILE, url)
+        write_for_owner(folder / REDIS_URL_FILE, url)
     return url, given or f"redis://{login}127.0.0.1:{port}", cluster.kvstore_service(**own)
 
 
 def store_of(cluster: Cluster, store_url: str) -> str:
     """The store's URL, as the command or the file gives it; "" where neither does."""
     return store_url or str(cluster.gateway.settings.get("store_url", ""))
-
-
-def _write_for_owner(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)

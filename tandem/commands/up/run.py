@@ -25,6 +25,7 @@ from tandem.commands.up.display import capacities, lines_to_try, note_of, progre
 from tandem.commands.up.on_demand import on_demand
 from tandem.commands.up.plan import ClusterPlan
 from tandem.commands.up.redis import redis_of, store_of
+from tandem.commands.up.secret import with_secret
 from tandem.commands.up.settings import UpSettings
 from tandem.local import Launcher, LocalLauncher, OnDemand, ServiceFailed, report_death, unless_failed, until_set
 from tandem.process import LogOutput, descriptor_of
@@ -38,6 +39,8 @@ async def up_here(settings: UpSettings, cluster: Cluster, environment: Mapping[s
     for left in ("cores", "crashes"):
         shutil.rmtree(settings.logs / left, ignore_errors=True)
     redis_url, store_url, kvstore = redis_of(cluster, settings.logs, settings.store_url)
+    cluster = with_secret(cluster, settings.logs)
+    kvstore = replace(kvstore, settings={**kvstore.settings, **cluster.security})
     plan = ClusterPlan.of(cluster.storing(store_url), redis_url, kvstore, settings.logs, environment)
     console = _console()
     launcher = LocalLauncher(

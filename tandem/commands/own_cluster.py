@@ -1,0 +1,57 @@
+"""Password and secret of a cluster that `tandem up` runs on this machine, for commands that were given none.
+
+beside its logs, for their owner alone   redis-url, where Redis has a password; cluster-secret, where none was given
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from tandem.commands import LOGS, REDIS_URL_FILE, SECRET_FILE
+from tandem.commands.running import running
+from tandem.registry import RedisAddress
+from tandem.security import ClusterSettings
+
+S = TypeVar("S", bound=ClusterSettings)
+
+
+def with_own_password(redis_url: str) -> str:
+    """The same, with the password where it is the Redis that `tandem up` has started from this folder."""
+    with suppress(OSError):
+        own = (LOGS / REDIS_URL_FILE).read_text(encoding="utf-8")
+        if own.rpartition("@")[2] == redis_url.removeprefix("redis://"):
+            return own
+    return redis_url
+
+
+def with_own_secret(settings: S, redis_url: str, namespace: str) -> S:
+    """The same, with the secret of the cluster that has this registry, where `tandem up` made one."""
+    if settings.cluster_secret is not None:
+        return settings
+    found = next(filter(_can_read, _secrets_of(redis_url, namespace)), None)
+    return settings.model_copy(update={"cluster_secret": found}) if found else settings
+
+
+def registry_name(redis_url: str, namespace: str) -> str:
+    """A registry as a note of a running cluster names it; empty where the URL is malformed."""
+    try:
+        return f"{RedisAddress.parse(redis_url)} {namespace}"
+    except ValueError:
+        return ""
+
+
+def _can_read(path: Path) -> bool:
+    try:
+        return bool(path.read_bytes())
+    except OSError:
+        return False
+
+
+def _secrets_of(redis_url: str, namespace: str) -> Iterator[Path]:
+    """Those of running clusters come first, then what was started from this folder."""
+    wanted = registry_name(redis_url, namespace)
+    yield from (Path(note.logs) / SECRET_FILE for note in running() if wanted and note.registry == wanted)
+    yield LOGS / SECRET_FILE
