@@ -189,6 +189,19 @@ async def test_certificates_of_the_cluster_are_asked_for_on_both_sides(
     assert await answers(impostor, Security(SECRET, ours)) is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_certificate_for_another_service_is_refused(
+    serve: Callable[[Security], Awaitable[str]], authority: Authority
+) -> None:
+    """One CA signs for many services: theirs are no processes of the cluster."""
+    address = await serve(Security(tls=authority.issue("worker")))
+    other = authority.issue("metrics", to="metrics.example")
+    assert await answers(address, Security(tls=other)) is grpc.StatusCode.UNAUTHENTICATED
+    assert await answers(address, Security(tls=authority.issue("gateway"))) is grpc.StatusCode.OK
+    async with rpc.channel(address, Security(tls=other)) as channel:
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=rpc.LIVE))
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+
+
 async def test_renewed_certificates_count_without_a_restart(
     serve: Callable[[Security], Awaitable[str]], authority: Authority, tmp_path: Path
 ) -> None:

@@ -133,7 +133,7 @@ async def serve(
         OSError: the address cannot be bound.
     """
     options = _options(max_receive_bytes, shared_port, max_connections)
-    interceptor = Interceptor(security.secret, wall)
+    interceptor = Interceptor(security.secret, wall, NAME if security.tls else "")
     server = make_server(options=options, interceptors=[interceptor])
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

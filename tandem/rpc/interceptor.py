@@ -1,6 +1,6 @@
 """Wraps every call to a gRPC server of Tandem.
 
-refuse     a caller without the cluster's secret; everyone, once the server is stopping
+refuse     a caller without the cluster's secret, or with another service's certificate; everyone, once the server stops
 join       the caller's trace
 translate  `Refused` into its status; anything else is a bug, logged whole and answered with INTERNAL
 """
@@ -40,9 +40,10 @@ class Refused(Exception):
 class Interceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
     """Joins the caller's trace; maps exceptions to statuses; refuses all but health to those without the secret."""
 
-    def __init__(self, secret: ClusterSecret, wall: Callable[[], float]) -> None:
+    def __init__(self, secret: ClusterSecret, wall: Callable[[], float], peer_name: str = "") -> None:
+        """`peer_name`: that callers' certificates are for; empty: they need none."""
         self.address = ""  # as its callers know it
-        self._secret, self._wall = secret, wall
+        self._secret, self._wall, self._peer_name = secret, wall, peer_name
         self._turns_away = False
         self._num_calls = 0
 
@@ -70,15 +71,15 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
         if self._turns_away:
             return _refusing(handler, *STOPPING)
         carrier = {k: v for k, v in handler_call_details.invocation_metadata or () if isinstance(v, str)}
-        parse = _parsed(handler.request_deserializer)
+        parse, peer_name = _parsed(handler.request_deserializer), self._peer_name
         if handler.unary_unary:
-            behavior = _unary(handler.unary_unary, carrier)
+            behavior = _unary(handler.unary_unary, carrier, peer_name)
             return grpc.unary_unary_rpc_method_handler(behavior, parse, handler.response_serializer)
         if handler.stream_stream:
-            both_ways = _stream(_checked(handler.stream_stream), carrier)
+            both_ways = _stream(_checked(handler.stream_stream), carrier, peer_name)
             return grpc.stream_stream_rpc_method_handler(both_ways, parse, handler.response_serializer)
         return grpc.unary_stream_rpc_method_handler(
-            _stream(handler.unary_stream, carrier), parse, handler.response_serializer
+            _stream(handler.unary_stream, carrier, peer_name), parse, handler.response_serializer
         )
 
     def _wrong_with(self, call: grpc.HandlerCallDetails) -> str:
@@ -132,10 +133,19 @@ def _checked(behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., Async
     return lambda requests, context: behavior(checked(requests), context)
 
 
-def _unary(behavior: Callable[..., Awaitable[Any]], carrier: dict[str, str]) -> Callable[..., Awaitable[Any]]:
+def _check_peer(context: aio.ServicerContext[Any, Any], name: str) -> None:
+    """A CA may sign for other services, too."""
+    if name and name.encode() not in context.auth_context().get("x509_subject_alternative_name", ()):
+        raise Refused(grpc.StatusCode.UNAUTHENTICATED, f"this port is for processes with a certificate for {name}")
+
+
+def _unary(
+    behavior: Callable[..., Awaitable[Any]], carrier: dict[str, str], peer_name: str
+) -> Callable[..., Awaitable[Any]]:
     async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
         otel_context.attach(propagate.extract(carrier))
         try:
+            _check_peer(context, peer_name)
             _check(request)
             return await behavior(request, context)
         except Exception as error:
@@ -144,10 +154,13 @@ def _unary(behavior: Callable[..., Awaitable[Any]], carrier: dict[str, str]) -> 
     return call
 
 
-def _stream(behavior: Callable[..., AsyncIterator[Any]], carrier: dict[str, str]) -> Callable[..., AsyncIterator[Any]]:
+def _stream(
+    behavior: Callable[..., AsyncIterator[Any]], carrier: dict[str, str], peer_name: str
+) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         otel_context.attach(propagate.extract(carrier))
         try:
+            _check_peer(context, peer_name)
             _check(request)
             async for response in behavior(request, context):
                 yield response
