@@ -87,6 +87,11 @@ async def fill(registry: Registry) -> None:
     await registry.settle(await take(registry, "first"), 1, 1, 1.0)
     await take(registry, "second")
     await registry.report_death(Death("gone", "SIGSEGV", {"a-0": 7}))
+    await fill_names(registry)
+
+
+async def fill_names(registry: Registry) -> None:
+    """What operators and launchers write."""
     await registry.adapters.put("adapter", AdapterRef("adapter", "/a", "r", MODEL))
     await registry.aliases.put("alias", Alias("alias", {MODEL: 1.0}))
     await registry.on_demand.tell([ModelStatus("sleeper", Wakefulness.ASLEEP)], TTL)
@@ -105,7 +110,9 @@ async def places(redis: Redis, namespace: str) -> list[WrittenPlace]:
 
 
 async def spoil(redis: Redis, place: WrittenPlace, value: bytes | None) -> None:
-    """Overwrite it; without a value, delete it."""
+    """Overwrite it; without a value, delete it. A field of what is no hash any more goes with that."""
+    if place.field is not None and await redis.type(place.key) != place.kind:
+        await redis.delete(place.key)
     for command in spoiling(place, value):
         await redis.execute_command(*command)
 
