@@ -35,6 +35,7 @@ class Refilled:
     async def fill(self) -> list[WrittenPlace]:
         """The places to try: those of one worker of each role, and of everything else."""
         await wrong_values.fill(self.registry)
+        await self.raw.hset(f"{key_prefix(self.namespace)}mended", "leases", 1)
         found = await wrong_values.places(self.raw, self.namespace)
         self._dumped = {place.key: await self.raw.dump(place.key) for place in found}
         return [place for place in found if not place.key.endswith((b":d1", b":p1"))]

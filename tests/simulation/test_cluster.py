@@ -81,3 +81,32 @@ def test_a_minute_of_traffic_takes_less_and_is_the_same_twice(
     for prompt, reply in answered:
         assert (reply.code, reply.token_ids) == (grpc.StatusCode.OK, reference.tokens(prompt))
     assert took < SIMULATED_S  # 3 to 6 s, by the CPU
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_cluster_serves_on_whatever_redis_has(
+    store: RedisStore, model: ServedModel, settings: SimulationSettings, seed: int
+) -> None:
+    """No process ends; every answer that ends well is the right one, and all do once nothing is spoiled any more."""
+
+    async def work(cluster: SimulatedCluster) -> None:
+        random, reference = Random(seed), Reference(settings.worker("d0").engine_config())
+        await cluster.ready()
+        spoilt, replies = [], []
+        for _ in range(60):
+            spoilt.append(cluster.redis.spoil(random))
+            prompt = prompt_of(random)
+            replies.append((prompt, asyncio.create_task(cluster.ask("g0", prompt))))
+            await asyncio.sleep(random.random())
+            assert cluster.exits == [], spoilt[-5:]
+        await asyncio.sleep(5.0)
+        replies += [(prompt, asyncio.create_task(cluster.ask("g0", prompt))) for prompt in [prompt_of(random)] * 3]
+        ended = [(prompt, await reply) for prompt, reply in replies]
+        for prompt, reply in ended:
+            assert reply.code is not grpc.StatusCode.OK or reply.token_ids == reference.tokens(prompt)
+        assert [reply.code for _, reply in ended[-3:]] == [grpc.StatusCode.OK] * 3, spoilt
+
+    with World(seed) as world:
+        cluster = SimulatedCluster(world, store, model, settings)
+        world.run(cluster.client, work(cluster))
+        assert world.errors == []
