@@ -188,7 +188,7 @@ class Route:
 T = TypeVar("T", WorkerInfo, WorkerLoad)
 # Beyond these a number is none that a worker counts.
 MOST_SIZE, MOST_LOAD = 2**31 - 1, 2**53
-ADDRESS = re.compile(r"[^\s:@/]\S*:\d{1,5}|\[[0-9a-fA-F:.%]+\]:\d{1,5}")
+ADDRESS = re.compile(r"[^\x00-\x1f\x7f\ufffd]+:\d+")
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ def take(registry: Registry, request: str) -> Awaitable[Any]:
 
 
 async def fill(registry: Registry) -> None:
-    """Everything that workers, gateways, launchers and operators write."""
+    """Write all that workers, gateways, launchers and operators do."""
     for info, load in workers():
         await registry.register(info, load, TTL)
     for info, _ in workers():
@@ -91,7 +91,7 @@ async def fill(registry: Registry) -> None:
 
 
 async def fill_names(registry: Registry) -> None:
-    """What operators and launchers write."""
+    """Write what operators and launchers do."""
     await registry.adapters.put("adapter", AdapterRef("adapter", "/a", "r", MODEL))
     await registry.aliases.put("alias", Alias("alias", {MODEL: 1.0}))
     await registry.on_demand.tell([ModelStatus("sleeper", Wakefulness.ASLEEP)], TTL)
