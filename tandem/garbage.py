@@ -25,3 +25,15 @@ def settled() -> None:
     gc.freeze()
     gc.set_threshold(YOUNG, 20, 20)
     gc.enable()
+
+
+def let_go(error: BaseException) -> None:
+    """Drops the tracebacks of an error that was answered, and of those that led to it.
+
+    Their frames hold the request's body, and often the error itself: a cycle that stays until garbage is looked for.
+    """
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        if (one := waiting.pop()) is not None and one.__traceback__ is not None:
+            one.__traceback__ = None
+            waiting += one.__context__, one.__cause__

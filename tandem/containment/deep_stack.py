@@ -14,18 +14,21 @@ _STARTING = threading.Lock()
 def on_deep_stack(function: Callable[[], T], stack_bytes: int) -> T:
     """Run the function on a thread of its own with a stack of this size; returns or raises what it does."""
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=_run, args=(function, future), daemon=True)
     with _STARTING:  # the size is of all threads that the process starts meanwhile
         before = threading.stack_size(stack_bytes)
         try:
             thread.start()
         finally:
             threading.stack_size(before)
-    return future.result()
+    try:
+        return future.result()
+    finally:
+        del future  # it has the exception, whose traceback has this frame
+
+
+def _run(function: Callable[[], T], future: Future[T]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)

@@ -133,6 +133,8 @@ class Sandbox:
             return result
         finally:
             waiting.giving_up.cancel()
+            # The exception's traceback has this frame, and the future the exception: a cycle that holds the arguments.
+            del future, waiting
 
     def _is_full(self, caller: str) -> bool:
         return len(self._queues.get(caller, ())) >= MAX_WAITING or len(self._queues) >= MAX_CALLERS
@@ -188,17 +190,19 @@ class Sandbox:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One lane, until the helper is lost."""
         while True:
-            waiting = await self._next()
-            self._served.add(waiting.caller)
-            try:
-                async with asyncio.timeout(waiting.bounds.wall_s + GRACE_S):
-                    reply = await _exchange(reader, writer, waiting.payload, waiting.bounds)
-            except BaseException:
-                self._lost_with(waiting)
-                raise
-            finally:
-                self._served.discard(waiting.caller)
-            _settle(waiting.result, reply)
+            await self._serve_one(await self._next(), reader, writer)  # holds nothing of a call while it waits
+
+    async def _serve_one(self, waiting: _Waiting, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._served.add(waiting.caller)
+        try:
+            async with asyncio.timeout(waiting.bounds.wall_s + GRACE_S):
+                reply = await _exchange(reader, writer, waiting.payload, waiting.bounds)
+        except BaseException:
+            self._lost_with(waiting)
+            raise
+        finally:
+            self._served.discard(waiting.caller)
+        _settle(waiting.result, reply)
 
     def _lost_with(self, waiting: _Waiting) -> None:
         """The helper went while it had this call; the next one runs it."""

@@ -18,6 +18,7 @@ from grpc import aio
 from opentelemetry import context as otel_context
 from opentelemetry import propagate
 
+from tandem.garbage import let_go
 from tandem.security import ClusterSecret
 
 log = structlog.get_logger(__name__)
@@ -149,6 +150,7 @@ def _unary(
             _check(request)
             return await behavior(request, context)
         except Exception as error:
+            del request  # gRPC keeps what `abort` raises, and so this frame
             await _abort(error, context)
 
     return call
@@ -165,6 +167,7 @@ def _stream(
             async for response in behavior(request, context):
                 yield response
         except Exception as error:
+            del request  # gRPC keeps what `abort` raises, and so this frame
             await _abort(error, context)
 
     return call
@@ -173,7 +176,10 @@ def _stream(
 async def _abort(error: Exception, context: aio.ServicerContext[Any, Any]) -> None:
     if isinstance(error, aio.AbortError):
         raise error
+    code, message = grpc.StatusCode.INTERNAL, "internal error; the log tells more"
     if isinstance(error, Refused):
-        await context.abort(error.code, error.message)
-    log.error("handler failed", exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the log tells more")
+        code, message = error.code, error.message
+    else:
+        log.error("handler failed", exc_info=error)
+    let_go(error)
+    await context.abort(code, message)

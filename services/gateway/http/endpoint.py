@@ -46,6 +46,7 @@ from services.gateway.http.schema import GenerationBody
 from services.gateway.http.waking import Waking
 from services.gateway.llm import LLM
 from services.gateway.model import SESSION, ServedModel
+from tandem.garbage import let_go
 
 log = structlog.get_logger(__name__)
 ADMIN_BYTES = 64 * 1024
@@ -73,9 +74,11 @@ class Endpoint(ABC):
             await exchange.fail(InvalidRequest("the body is malformed, or ended too early", code="incomplete_body"), {})
         except GatewayError as error:
             await exchange.fail(error, {})
+            let_go(error)
         except Exception as error:
             log.error("request failed", request_id=exchange.request_id, exc_info=error)
             await exchange.fail(unexpected(exchange.request_id), {})
+            let_go(error)
         finally:
             exchange.abandon()
 
@@ -172,6 +175,7 @@ class GenerateEndpoint(Endpoint):
             raise TimedOut("the request's deadline passed") from None
         except GatewayError as error:
             await exchange.fail(error, answer.path_headers())
+            let_go(error)
 
     async def _begin(self, asked: _Asked, body: bytes) -> tuple[ParsedBody, Answer]:
         """
