@@ -137,6 +137,35 @@ async def test_a_conversation_grows_by_its_turns(client: AsyncOpenAI, peers: Pee
         await client.responses.create(**ASKED, conversation=conversation.id)
 
 
+async def test_the_same_words_said_again_are_another_turn(
+    client: AsyncOpenAI, peers: Peers, tokenizer: Tokenizer
+) -> None:
+    """An item without an id gets one of its own, by whichever way it comes into a conversation."""
+    conversation = await client.conversations.create()
+    item: Any = {"type": "message", "role": "user", "content": "continue", "id": None}
+    asked: Any = {**ASKED, "input": "continue", "conversation": conversation.id}
+    first = await client.responses.create(**asked)
+    second = await client.responses.create(**asked)
+    await client.responses.create(**asked)
+    await client.conversations.items.create(conversation.id, items=[item, item])
+    await client.conversations.items.create(conversation.id, items=[item])
+    items = (await client.conversations.items.list(conversation.id, order="asc")).data
+    assert [one.to_dict()["role"] for one in items] == ["user", "assistant"] * 3 + ["user"] * 3
+    assert len({one.id for one in items}) == len(items)
+    said = f"<s><user>continue\n<assistant>{first.output_text}\n<user>continue\n<assistant>"
+    assert prompts(peers, tokenizer)[1] == said
+    assert prompts(peers, tokenizer)[2] == f"{said}{second.output_text}\n<user>continue\n<assistant>"
+
+
+async def test_a_large_bodys_words_said_again_are_another_turn(client: AsyncOpenAI) -> None:
+    conversation = await client.conversations.create()
+    large: Any = {**ASKED, "input": "continue", "extra_body": {"seed": 0, "x": "x" * LARGE}}
+    for _ in range(2):
+        await client.responses.create(**large, conversation=conversation.id)
+    items = (await client.conversations.items.list(conversation.id)).data
+    assert len({one.id for one in items}) == 4
+
+
 async def test_items_are_named_instead_of_repeated(client: AsyncOpenAI, peers: Peers, tokenizer: Tokenizer) -> None:
     first = await client.responses.create(**ASKED)
     items: Any = [{"type": "item_reference", "id": first.output[0].id}, {"role": "user", "content": "so?"}]

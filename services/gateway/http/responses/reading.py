@@ -28,6 +28,7 @@ from services.gateway.http.schema import ChatBody, validated
 from services.gateway.llm import LLM
 from services.gateway.tools import read_tools
 from services.gateway.untrusted import ChatTemplate, TemplateOptions
+from tandem.ids import RandomIds
 
 # A chat's fields, and what they are called here.
 NAMES = {
@@ -107,7 +108,8 @@ def reduce_response(
     found = read_body(body)
     box = read_toolbox(found.tools or (), found.tool_choice)
     needed = found.store is not False or found.conversation is not None or found.previous_response_id is not None
-    items = items_of(found.input) if needed or found.truncation == "auto" else b"[]"
+    unique = RandomIds()()  # made here: ids that were made before the helper's fork, other forks have, too
+    items = items_of(found.input, unique) if needed or found.truncation == "auto" else b"[]"
     found.input = found.input if most is None else newest(found.input, most)
 
     def render() -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any
 
 import orjson
@@ -69,7 +68,7 @@ async def recalled(llm: LLM, found: ResponseBody, body: Incoming) -> tuple[Incom
         return body, None
     if conversation and found.previous_response_id:
         raise InvalidRequest("conversation and previous_response_id exclude each other", "conversation")
-    own = body.items if body.items is not None else items_of(found.input)
+    own = body.items if body.items is not None else items_of(found.input, llm.new_id())
     before = await _before(kept, found, conversation)
     if body.items is None:
         own = await _resolved(kept, own)
@@ -83,16 +82,18 @@ async def recalled(llm: LLM, found: ResponseBody, body: Incoming) -> tuple[Incom
     return replace(body, fields=whole, prompts=None, items=None), keeping
 
 
-def items_of(said: Any) -> bytes:
-    """The items of an `input` as a list, each with an id; what is none is left for others to refuse."""
+def items_of(said: Any, unique: str) -> bytes:
+    """The items of an `input` as a list, each with an id; what is none is left for others to refuse.
+
+    An id that the client has not given has `unique` in it, whatever the item says: text said twice is two items.
+    """
     items = [{"type": "message", "role": "user", "content": said}] if isinstance(said, str) else said
     if not isinstance(items, list):
         return b"[]"
     try:
-        unique = blake2b(orjson.dumps(items), digest_size=12).hexdigest()
+        return orjson.dumps([_named(item, f"{unique}{i}") for i, item in enumerate(items)])
     except TypeError as error:
         raise InvalidRequest(f"input: {error}", "input") from None
-    return orjson.dumps([_named(item, f"{unique}{i}") for i, item in enumerate(items)])
 
 
 def _named(item: Any, unique: str) -> Any:
@@ -103,7 +104,8 @@ def _named(item: Any, unique: str) -> Any:
         part = {"type": "output_text" if item.get("role") == "assistant" else "input_text", "text": content}
         item = {**item, "content": [part | ({"annotations": []} if part["type"] == "output_text" else {})]}
     prefix = PREFIXES.get(kind, "item") if isinstance(kind, str) else "item"
-    return {"id": f"{prefix}_{unique}", "type": kind, "status": "completed", **item}
+    said = item.get("id")
+    return {"type": kind, "status": "completed", **item, "id": said if said else f"{prefix}_{unique}"}
 
 
 async def _before(kept: Kept, found: ResponseBody, conversation: str | None) -> bytes:

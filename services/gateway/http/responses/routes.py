@@ -189,9 +189,9 @@ def _items(said: Sequence[Any], asked: Asked) -> list[Any]:
     if len(said) > MOST_ITEMS:
         raise InvalidRequest(f"items: at most {MOST_ITEMS} at once, got {len(said)}", "items")
     for i, item in enumerate(said):
-        if not isinstance(item, dict) or not isinstance(item.get("id", ""), str):
+        if not isinstance(item, dict) or not isinstance(item.get("id") or "", str):
             raise InvalidRequest(f"items[{i}] must be an object whose id, if any, is a string", f"items[{i}]")
-    found: list[Any] = orjson.loads(items_of([{"id": f"item_{asked.new_id()}", **item} for item in said]))
+    found: list[Any] = orjson.loads(items_of(said, asked.new_id()))
     return found
 
 
