@@ -20,7 +20,9 @@ from services.gateway.__main__ import make_gateway
 from services.gateway.admission import FAIRNESS_ID
 from services.gateway.bodies import LARGE
 from services.gateway.http.responses import background
-from services.gateway.http.responses.recalling import kept_of
+from services.gateway.http.responses.kept import Kept
+from services.gateway.http.responses.recalling import MOST_REFERENCES, kept_of
+from services.gateway.http.responses.schema import MOST_OF_TURN
 from services.gateway.text import Tokenizer
 from tandem.local import RedisServer, free_ports
 from tests.fuzzing import collected
@@ -171,6 +173,93 @@ async def test_items_are_named_instead_of_repeated(client: AsyncOpenAI, peers: P
     items: Any = [{"type": "item_reference", "id": first.output[0].id}, {"role": "user", "content": "so?"}]
     await client.responses.create(**{**ASKED, "input": items})
     assert prompts(peers, tokenizer)[1] == f"<s><assistant>{first.output_text}\n<user>so?\n<assistant>"
+
+
+async def test_an_id_of_another_kind_names_nothing(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    http.headers.update(KEY)
+    conversation = await client.conversations.create()
+    queued = await client.responses.create(**ASKED, background=True)
+    response = await ended(client, queued.id)
+    item = response.output[0].id
+    ids = {
+        "responses": [conversation.id, item, f"{response.id}:events", f"{response.id}:alive", "resp_" + "x" * 10_000],
+        "conversations": [
+            response.id,
+            item,
+            f"{response.id}:events",
+            "conv_",
+            "conv_%00",
+            "conv_%ff",
+            "conv_%ed%a0%80",
+        ],
+    }
+    for kind, wrong in ids.items():
+        for name in (*wrong, "x", "ü", "%00", "resp_ü"):
+            path = f"/v1/{kind}/{name}"
+            for method in ("GET", "DELETE"):
+                answer = await http.request(method, path)
+                assert (answer.status_code, method, path) == (404, method, path), answer.text
+            below = f"{path}/input_items" if kind == "responses" else f"{path}/items"
+            assert (await http.get(below)).status_code == 404, below
+    for field, wrong in (("previous_response_id", ids["responses"]), ("conversation", ids["conversations"])):
+        for name in (*wrong, "x", "ü", ""):
+            answer = await http.post("/v1/responses", json={"model": MODEL, "input": "x", field: name})
+            assert answer.status_code == 400 or (name == "" and answer.status_code == 200), (field, name, answer.text)
+            assert name == "" or answer.json()["error"]["param"] == field
+    for name in (conversation.id, response.id, f"{response.id}:events", "\0", 7, None, {}, ["x"]):
+        asked = {"model": MODEL, "input": [{"type": "item_reference", "id": name}]}
+        answer = await http.post("/v1/responses", json=asked)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input[0].id"), answer.text
+    assert (await client.responses.retrieve(response.id)).id == response.id
+    assert (await client.conversations.retrieve(conversation.id)).id == conversation.id
+
+
+async def test_what_is_referred_to_is_bounded_before_it_is_read(
+    client: AsyncOpenAI, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short list of references must not make a long input."""
+    read = list[str]()
+    item = Kept.item
+
+    async def counted(self: Kept, item_id: str) -> bytes:
+        read.append(item_id)
+        return await item(self, item_id)
+
+    monkeypatch.setattr(Kept, "item", counted)
+    first = await client.responses.create(**{**ASKED, "max_output_tokens": 50})
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    twice: Any = [reference, {"role": "user", "content": "so?"}, reference, {"role": "user", "content": "so?"}]
+    await client.responses.create(**{**ASKED, "input": twice})
+    assert len(read) == 1
+    many: Any = [reference] * (MOST_REFERENCES + 1)
+    with pytest.raises(openai.BadRequestError, match=f"at most {MOST_REFERENCES} item_references, got") as caught:
+        await client.responses.create(**{**ASKED, "input": many})
+    assert (caught.value.param, len(read)) == ("input", 1)
+    large: Any = [reference] * 200
+    with pytest.raises(openai.BadRequestError, match="more than 20000 bytes with what it refers to") as caught:
+        await client.responses.create(**{**ASKED, "input": large})
+    assert caught.value.param
+    assert caught.value.param.startswith("input[")
+    assert len(read) == 2
+
+
+async def test_a_turn_of_a_conversation_is_bounded(client: AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    """By count and bytes, before an answer is made that the conversation could not take."""
+    http.headers.update(KEY)
+    conversation = await client.conversations.create()
+    item = {"role": "user", "content": ""}
+    for count, padding in ((MOST_OF_TURN + 1, ""), (MOST_OF_TURN + 1, "x" * LARGE), (70_000, "")):
+        body = {**ASKED, "input": [item] * count, "conversation": conversation.id, "padding": padding}
+        answer = await http.post("/v1/responses", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "input"), error
+        assert f"at most {MOST_OF_TURN} items beside conversation, got {count}" in error["message"]
+    body = {**ASKED, "input": "x" * 100, "conversation": conversation.id}
+    assert (await http.post("/v1/responses", json=body)).status_code == 200
+    body["input"] = [{**item, "content": [{"type": "input_text", "text": ""}] * 40}] * 15
+    answer = await http.post("/v1/responses", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "conversation_full"), answer.text
+    assert len((await client.conversations.items.list(conversation.id)).data) == 2
 
 
 async def test_a_large_body_goes_on_from_a_small_one(client: AsyncOpenAI, peers: Peers, tokenizer: Tokenizer) -> None:

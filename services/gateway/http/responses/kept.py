@@ -7,6 +7,7 @@ background     beside its response: a list of events, and marks that its gateway
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -21,6 +22,9 @@ from tandem.store import Store, StoreUnavailable
 log = structlog.get_logger(__name__)
 # Items.
 MOST_OF_PAGE, SOME_OF_PAGE = 100, 20
+# Ids that name something kept, by their beginnings. Whatever another kind's id names is not there.
+RESPONSE, CONVERSATION = re.compile("resp_[0-9A-Za-z_-]{1,128}"), re.compile("conv_[0-9A-Za-z_-]{1,128}")
+ITEM = re.compile("(?!resp_|conv_)[a-z]{1,8}_[0-9A-Za-z_-]{1,128}")
 
 
 def joined_lists(lists: Sequence[bytes]) -> bytes:
@@ -32,7 +36,7 @@ class Kept:
     """One owner's."""
 
     def __init__(self, store: Store, owner: str, most_bytes: int, ttl_s: int) -> None:
-        self._store, self._most, self._ttl_s = store, most_bytes, ttl_s
+        self._store, self.most_bytes, self._ttl_s = store, most_bytes, ttl_s
         self._of = blake2b(owner.encode(errors="replace"), digest_size=12).hexdigest()
 
     async def response(self, response_id: str) -> bytes:
@@ -40,7 +44,7 @@ class Kept:
         Raises:
             NotKept | Unavailable
         """
-        (found,) = await self._fields(response_id, "response")
+        (found,) = await self._fields(_checked(RESPONSE, response_id), "response")
         return found
 
     async def items_of(self, response_id: str) -> bytes:
@@ -49,7 +53,7 @@ class Kept:
         Raises:
             NotKept | Unavailable
         """
-        (found,) = await self._fields(response_id, "items")
+        (found,) = await self._fields(_checked(RESPONSE, response_id), "items")
         return found
 
     async def behind(self, response_id: str) -> bytes:
@@ -59,7 +63,7 @@ class Kept:
             InvalidRequest | Unavailable
         """
         try:
-            return joined_lists(await self._fields(response_id, "items", "output"))
+            return joined_lists(await self._fields(_checked(RESPONSE, response_id), "items", "output"))
         except NotKept as error:
             param = "previous_response_id"
             raise InvalidRequest(f"{param}: {error.message}", param, "previous_response_not_found") from None
@@ -69,14 +73,14 @@ class Kept:
         Raises:
             NotKept | Unavailable
         """
-        (found,) = await self._fields(item_id, "item")
+        (found,) = await self._fields(_checked(ITEM, item_id), "item")
         return found
 
     async def keep(self, response: Mapping[str, Any], items: bytes) -> bool:
         """False where it is too large, or the store does not take it."""
         output = orjson.dumps(response["output"])
         fields = {"response": orjson.dumps(response), "items": items, "output": output}
-        if sum(map(len, fields.values())) > self._most:
+        if sum(map(len, fields.values())) > self.most_bytes:
             return False
         try:
             for item in response["output"]:
@@ -93,7 +97,7 @@ class Kept:
         Raises:
             NotKept | Unavailable
         """
-        (output,) = await self._fields(response_id, "output")
+        (output,) = await self._fields(_checked(RESPONSE, response_id), "output")
         await self.cancel(response_id)  # where it is still being made
         items = (item["id"] for item in orjson.loads(output))
         await self._delete(response_id, f"{response_id}:events", *items)
@@ -103,7 +107,7 @@ class Kept:
         Raises:
             NotKept | Unavailable
         """
-        await self._delete(conversation_id)
+        await self._delete(_checked(CONVERSATION, conversation_id))
 
     async def _delete(self, *names: str) -> None:
         with _reached():
@@ -176,10 +180,10 @@ class Kept:
             NotKept | Unavailable
         """
         with _reached():
-            found = await self._store.entries(self._key(conversation_id))
+            found = await self._store.entries(self._key(_checked(CONVERSATION, conversation_id)))
         if not found:
             raise NotKept(conversation_id)
-        if sum(map(len, found)) > self._most:
+        if sum(map(len, found)) > self.most_bytes:
             raise InvalidRequest(f"conversation: {conversation_id} is full", "conversation", "conversation_full")
         return found
 
@@ -218,6 +222,16 @@ class Kept:
 
     def _key(self, name: str) -> str:
         return f"{self._of}:{name}"
+
+
+def _checked(kind: re.Pattern[str], name: str) -> str:
+    """
+    Raises:
+        NotKept: it is no id of this kind.
+    """
+    if not kind.fullmatch(name):
+        raise NotKept(name)
+    return name
 
 
 @contextmanager

@@ -25,6 +25,7 @@ PREFIXES = {
     "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
     "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
 }  # fmt: skip
+MOST_REFERENCES = 1000  # in one input
 NEEDS_STORE = ("previous_response_id", "conversation", "background")
 
 
@@ -73,6 +74,9 @@ async def recalled(llm: LLM, found: ResponseBody, body: Incoming) -> tuple[Incom
     if body.items is None:
         own = await _resolved(kept, own)
     items = joined_lists([before, own]) if before else own
+    if conversation and len(items) > kept.most_bytes:
+        said = f"{conversation} would have more than {kept.most_bytes} bytes with this turn"
+        raise InvalidRequest(f"conversation: {said}", "conversation", "conversation_full")
     stores = found.store is not False
     keeping = Keeping(kept, stores, items, own, conversation) if stores or conversation else None
     if not before and not _refers(found.input):
@@ -129,19 +133,31 @@ def _is_reference(item: Any) -> bool:
 
 
 async def _resolved(kept: Kept, items: bytes) -> bytes:
-    """With the items that others refer to."""
+    """With the items that others refer to, as long as they have no more bytes than a response that is kept.
+
+    Raises:
+        GatewayError
+    """
     if b'"item_reference"' not in items:
         return items
-    made: list[Any] = []
-    for i, item in enumerate(orjson.loads(items)):
-        if not _is_reference(item):
-            made.append(item)
-            continue
+    made = orjson.loads(items)
+    references = [(i, str(item.get("id"))) for i, item in enumerate(made) if _is_reference(item)]
+    if len(references) > MOST_REFERENCES:
+        raise InvalidRequest(f"input: at most {MOST_REFERENCES} item_references, got {len(references)}", "input")
+    found: dict[str, bytes] = {}
+    num_bytes = len(items)
+    for i, name in references:
         where = f"input[{i}].id"
-        try:
-            made.append(orjson.Fragment(await kept.item(str(item.get("id")))))
-        except NotKept as error:
-            raise InvalidRequest(f"{where}: {error.message}", where, "item_not_found") from None
+        if name not in found:
+            try:
+                found[name] = await kept.item(name)
+            except NotKept as error:
+                raise InvalidRequest(f"{where}: {error.message}", where, "item_not_found") from None
+        num_bytes += len(found[name])
+        if num_bytes > kept.most_bytes:
+            said = f"input has more than {kept.most_bytes} bytes with what it refers to"
+            raise InvalidRequest(f"{where}: {said}", where, "body_too_large")
+        made[i] = orjson.Fragment(found[name])
     return orjson.dumps(made)
 
 

@@ -11,6 +11,7 @@ from services.gateway.http.schema import Body, HeldBody, Hint, StreamOptions, va
 
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
+MOST_OF_TURN = 1000  # items that one response adds to a conversation, beside its own
 LOGPROBS = "message.output_text.logprobs"
 # What a chat calls fields that would hold the answer to something.
 OF_CHATS = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
@@ -78,6 +79,9 @@ def read_body(body: bytes) -> ResponseBody:
         raise _unsupported("prompt", "this server keeps no prompts")
     if found.background and found.store is False:
         raise InvalidRequest("background: what is made in the background is kept, and store is false", "background")
+    if found.conversation is not None and isinstance(found.input, list) and len(found.input) > MOST_OF_TURN:
+        said = f"at most {MOST_OF_TURN} items beside conversation, got {len(found.input)}"
+        raise InvalidRequest(f"input: {said}", "input")
     if found.truncation not in (None, "auto", "disabled"):
         raise InvalidRequest(f"truncation must be auto or disabled, got {found.truncation!r}", "truncation")
     if found.top_logprobs or LOGPROBS in (found.include or ()):
