@@ -17,7 +17,8 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.http.messages import reduce_messages
 from tandem.v1 import llm_pb2
 from tests.fuzzing import collected
-from tests.gateway.conftest import eventually
+from tests.gateway.conftest import eventually, with_settings
+from tests.gateway.full_queue import SMALL, forecasting, full
 from tests.gateway.peers import MODEL
 from tests.gateway.tools.test_calls import says
 
@@ -32,7 +33,12 @@ FIELDS = (
     "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from((10**400, -(10**400)))
+    | st.floats()
+    | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
@@ -171,15 +177,30 @@ def damaged(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
+@with_settings(**SMALL)
+async def test_bodies_of_http_while_others_wait(gateway: Gateway, http: httpx.AsyncClient) -> None:
+    admission = gateway.front.llm_of(None).admission
+    await forecasting(admission)
+    async with full(admission):
+        statuses = await statuses_of_bodies(http)
+    assert statuses >= {400, 429}
+    assert admission.check_integrity() == []
+
+
 async def test_bodies_of_http(gateway: Gateway, http: httpx.AsyncClient) -> None:
+    assert await statuses_of_bodies(http) >= {200, 400}
+    await eventually(lambda: gateway.front.readiness()[0])
+
+
+async def statuses_of_bodies(http: httpx.AsyncClient) -> set[int]:
+    """Returns the statuses that any bodies at all get; none is the gateway's fault."""
     seen: list[tuple[int, bytes]] = []
     bodies = collected(BODIES)
     for number, body in enumerate(bodies):
         answer = await http.post(PATHS[number % len(PATHS)], content=body, headers={"x-request-timeout-ms": "30000"})
         seen.append((answer.status_code, body))
     assert [body for status, body in seen if status >= 500] == []
-    assert {status for status, _ in seen} >= {200, 400}
-    await eventually(lambda: gateway.front.readiness()[0])
+    return {status for status, _ in seen}
 
 
 @pytest.mark.long

@@ -7,8 +7,10 @@ not do is refused by name unless it asks for what happens anyway; one that nobod
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar
+from functools import cache, reduce
+from operator import or_
+from types import UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
@@ -37,6 +39,9 @@ AS_IS: dict[str, tuple[Any, ...]] = {
 MAX_HINT = 512
 # A word for how an answer is to be made, which does not limit what it may be. One that nobody knows is as none.
 Hint = Annotated[str, Field(max_length=MAX_HINT)]
+# JSON's integers have any length, and those of bodies one that any arithmetic takes: the range that a field has is
+# checked later, and said then.
+Int = Annotated[int, Field(ge=-(2**127), lt=2**127)]
 
 
 def _as_tuple(value: Any) -> Any:
@@ -61,7 +66,7 @@ class SpeculativeBody(Body):
     model_config = ConfigDict(extra="forbid")
 
     method: str
-    num_tokens: int | None = None
+    num_tokens: Int | None = None
 
 
 class HeldBody(Body):
@@ -80,12 +85,12 @@ class GenerationBody(HeldBody):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
+    n: Int | None = None
     service_tier: Hint | None = None
-    priority: int | None = None
+    priority: Int | None = None
     user: str | None = None
     cache_salt: str | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -104,7 +109,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Any
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Int | None = None
 
 
 # Of GenerationBody, what an embedding has no use for.
@@ -117,7 +122,7 @@ OF_ANSWERS = (
 class EmbeddingBody(GenerationBody):
     input: Any
     encoding_format: str | None = None
-    dimensions: int | None = None
+    dimensions: Int | None = None
 
 
 class ScoreBody(GenerationBody):
@@ -128,7 +133,7 @@ class ScoreBody(GenerationBody):
 class RerankBody(GenerationBody):
     query: str
     documents: Any
-    top_n: int | None = None
+    top_n: Int | None = None
     return_documents: bool | None = None
 
 
@@ -149,9 +154,9 @@ class ChatBody(GenerationBody):
     as_is = {"add_special_tokens": (False,)}  # the chat template writes them
 
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -179,7 +184,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Int]
 
 
 class LoadAdapterBody(Body):
@@ -207,8 +212,20 @@ def sampling_fields(schema: type[GenerationBody]) -> frozenset[str]:
 @cache
 def with_sampling(schema: type[B]) -> type[B]:
     """The schema with a field more for each sampling parameter that the schema does not have in a form of its own."""
-    fields: dict[str, Any] = {name: (LOOSE.get(name, TYPES[name]) | None, None) for name in sampling_fields(schema)}
+    fields: dict[str, Any] = {
+        name: (LOOSE.get(name, _bounded(TYPES[name])) | None, None) for name in sampling_fields(schema)
+    }
     return create_model(schema.__name__, __base__=schema, **fields)
+
+
+def _bounded(kind: Any) -> Any:
+    """Returns the same type with bounded integers, also within it."""
+    if kind is int:
+        return Int
+    inner = tuple(map(_bounded, get_args(kind)))
+    if get_origin(kind) is UnionType:
+        return reduce(or_, inner)
+    return get_origin(kind)[inner] if inner else kind
 
 
 def validated(schema: type[M], body: bytes) -> M:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.http.schema import Body, HeldBody, Hint
+from services.gateway.http.schema import Body, HeldBody, Hint, Int
 
 REFUSED = ("mcp_servers", "container", "compaction")
 # By its code clients learn to send the whole conversation each time.
@@ -71,8 +71,8 @@ class MessagesBody(CountTokensBody, HeldBody):
     stop_sequences: list[str] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
-    seed: int | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    seed: Int | None = None
     service_tier: Hint | None = None
 
 

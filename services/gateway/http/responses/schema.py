@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.http.schema import Body, HeldBody, Hint, StreamOptions, validated
+from services.gateway.http.schema import Body, HeldBody, Hint, Int, StreamOptions, validated
 
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
@@ -33,10 +33,10 @@ class ResponseBody(HeldBody):
     instructions: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     # Of tools that a server runs, and here it runs none.
     max_tool_calls: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     context_management: list[Any] | None = None
