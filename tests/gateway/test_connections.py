@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 
 from tandem import rpc
@@ -20,22 +22,26 @@ from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.conftest import eventually
 
 OPEN_FILES, IDLE = 256, 300
+# Longer than anything of a gateway waits before it opens a file again.
+SPELL_S = 6.0
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @asynccontextmanager
-async def gateway_process(redis: RedisServer, port: int, grpc_port: int = 0) -> AsyncIterator[str]:
+async def gateway_process(
+    redis: RedisServer, port: int, grpc_port: int = 0, open_files: int = OPEN_FILES
+) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
     """As a machine runs it that allows no more files."""
     arguments = [
         "-m", "services.gateway", "--redis-url", redis.url, "--http-port", str(port),
         "--grpc-port", str(grpc_port), "--namespace", f"files{port}", "--drain-s", "0.2",
     ]  # fmt: skip
-    limited = "sh", "-c", f'ulimit -n {OPEN_FILES} && exec "$0" "$@"'  # a preexec_fn would fork beside gRPC's threads
+    limited = "sh", "-c", f'ulimit -n {open_files} && exec "$0" "$@"'  # a preexec_fn would fork beside gRPC's threads
     process = await asyncio.create_subprocess_exec(
         *limited, sys.executable, *arguments, env={**os.environ, "TANDEM_LOG_LEVEL": "warning"}
     )
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", process
     finally:
         process.terminate()
         await asyncio.wait_for(process.wait(), 30)
@@ -43,7 +49,7 @@ async def gateway_process(redis: RedisServer, port: int, grpc_port: int = 0) -> 
 
 @pytest.fixture
 async def url(model_folder: Path, redis: RedisServer) -> AsyncIterator[str]:
-    async with gateway_process(redis, free_ports(1)[0]) as url:
+    async with gateway_process(redis, free_ports(1)[0]) as (url, _):
         await eventually(lambda: answers(url))
         yield url
 
@@ -98,7 +104,7 @@ async def test_grpc_takes_no_more_connections_than_leave_room_for_others(
     model_folder: Path, redis: RedisServer
 ) -> None:
     port, grpc_port = free_ports(2)
-    async with gateway_process(redis, port, grpc_port) as url:
+    async with gateway_process(redis, port, grpc_port) as (url, _):
         await eventually(lambda: answers(url))
         connections = [await connected(grpc_port, used=False) for _ in range(IDLE)]
         assert await answers(url)
@@ -116,3 +122,31 @@ async def lists_models(grpc_port: int) -> bool:
             return await stub.ListModels(llm_pb2.ListModelsRequest(), timeout=2.0) is not None
         except grpc.aio.AioRpcError:
             return False
+
+
+async def test_a_gateway_lives_on_when_its_files_are_used_up(redis: RedisServer) -> None:
+    """Whatever else has taken them: what it cannot open now it opens later, and nothing of it ends for good."""
+    port, grpc_port = free_ports(2)
+    async with gateway_process(redis, port, grpc_port, 1024) as (url, process):
+        await eventually(lambda: answers(url))
+        gateway = psutil.Process(process.pid)
+        await eventually(lambda: bool(gateway.children(recursive=True)))  # the helper processes
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (gateway.num_fds() + 2, 1024))
+        connections = await asyncio.gather(*(connected(port, used=False) for _ in range(IDLE)))
+        connections += await asyncio.gather(*(connected(grpc_port, used=False) for _ in range(20)))
+        await eventually(lambda: gateway.num_fds() >= gateway.rlimit(resource.RLIMIT_NOFILE)[0])
+        for helper in gateway.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                helper.kill()
+        _, registry = await asyncio.open_connection("127.0.0.1", int(redis.url.rpartition(":")[2].partition("/")[0]))
+        registry.write(b"CLIENT KILL TYPE normal SKIPME yes\r\n")
+        await asyncio.sleep(SPELL_S)
+        registry.close()
+        assert process.returncode is None
+        for _, writer in connections:
+            writer.close()
+        await eventually(lambda: answers(url, 5.0))
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (1024, 1024))
+        await eventually(lambda: bool(gateway.children(recursive=True)))
+        assert await answers(url)
+        assert process.returncode is None

@@ -15,8 +15,8 @@ import os
 import resource
 import socket
 import stat
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -37,6 +37,7 @@ LOOKS, IN_A_TURN = 4, 64
 # Files that are opened for a moment, connections to workers and Redis, pipes of the helper process.
 RESERVE = 64
 MOST = 2048
+MOST_SOUGHT = 2**16  # descriptors
 OPEN = Path("/proc/self/fd")
 # Who says a deadline means one from when it sent the request.
 SAYS_DEADLINE = frozenset((b"x-request-timeout-ms", b"x-request-timeout"))
@@ -74,7 +75,7 @@ class Connections:
     def __init__(self, app: Any, port: int, most: int, header_timeout_s: float) -> None:
         self._app, self._port, self.most = app, port, most
         self._heads, self._heads_s = SlowHeads(header_timeout_s), header_timeout_s / LOOKS
-        self._arrivals = Arrivals(port)
+        self._arrivals, self._glance = Arrivals(port), _Glance()
         self._busy: set[Any] = set()  # addresses of clients whose request runs
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -90,6 +91,7 @@ class Connections:
 
     def close(self) -> None:
         self._arrivals.close()
+        self._glance.close()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -106,9 +108,7 @@ class Connections:
                 seen.add(one.client)
                 is_busy = one.client in self._busy
                 if not is_busy and self._heads.is_late(one.client, now() - one.came_ms / 1000, now()):
-                    with suppress(OSError):
-                        one.connection.shutdown(socket.SHUT_RDWR)
-                one.connection.close()
+                    self._shut(one)
                 if number % IN_A_TURN == 0:
                     await asyncio.sleep(0)
             self._heads.forget_others(seen, began)
@@ -126,46 +126,84 @@ class Connections:
         idle = sorted((one for one in found if one.idle_ms >= IDLE_MS), key=lambda one: one.idle_ms, reverse=True)
         going = idle[: len(found) - self.most // 2] if len(found) > NEARLY * self.most else []
         for one in going:
-            with suppress(OSError):
-                one.connection.shutdown(socket.SHUT_RDWR)
-        for one in found:
-            one.connection.close()
+            self._shut(one)
         if going:
             log.warning("idle connections closed", closed=len(going), open=len(found), most=self.most)
         return len(going)
 
     def _found(self) -> Iterator[_Found]:
         for number in _descriptors():
-            with suppress(OSError, ValueError):
-                if not stat.S_ISSOCK(os.fstat(number).st_mode):
-                    continue
-                connection = socket.socket(fileno=os.dup(number))
-                if (found := self._look(connection)) is None:
-                    connection.close()
-                else:
-                    yield found
+            if (found := self._look(number)) is not None:
+                yield found
 
-    def _look(self, connection: socket.socket) -> _Found | None:
-        """None where it is no connection of this port."""
+    def _look(self, number: int) -> _Found | None:
+        """None where the descriptor is no connection of this port."""
         try:
-            if connection.type != socket.SOCK_STREAM or connection.getsockname()[1] != self._port:
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 return None
-            peer = connection.getpeername()
-            numbers = TCP_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size))
-        except (OSError, IndexError, TypeError):
+            with self._glance.at(number) as connection:
+                if connection.type != socket.SOCK_STREAM or connection.getsockname()[1] != self._port:
+                    return None
+                peer = connection.getpeername()
+                numbers = TCP_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size))
+        except (OSError, ValueError, IndexError, TypeError):
             return None
         # The server's addresses have no zone.
         client, came_ms = (peer[0].partition("%")[0], str(peer[1])), numbers[SINCE_CAME]
-        return _Found(connection, client, came_ms, 0 if client in self._busy else min(numbers[SINCE_SENT], came_ms))
+        return _Found(number, client, came_ms, 0 if client in self._busy else min(numbers[SINCE_SENT], came_ms))
+
+    def _shut(self, found: _Found) -> None:
+        """Closes the connection, unless its descriptor is another's by now."""
+        with suppress(OSError, ValueError), self._glance.at(found.number) as connection:
+            if connection.getpeername()[1] == int(found.client[1]) and connection.getsockname()[1] == self._port:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Glance:
+    """A descriptor to look at sockets of others through, so that their own may go meanwhile.
+
+    It takes none while it looks: there may be none left, and then it is needed most.
+    """
+
+    def __init__(self) -> None:
+        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._own = os.dup(self._nothing)
+
+    @contextmanager
+    def at(self, number: int) -> Iterator[socket.socket]:
+        """
+        Raises:
+            OSError | ValueError: it is no socket, or not open.
+        """
+        os.dup2(number, self._own, inheritable=False)
+        try:
+            connection = socket.socket(fileno=self._own)
+            try:
+                yield connection
+            finally:
+                connection.detach()
+        finally:
+            os.dup2(self._nothing, self._own, inheritable=False)
+
+    def close(self) -> None:
+        for number in (self._own, self._nothing):
+            os.close(number)
+        self._own = self._nothing = -1  # the numbers are others' from now on
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    connection: socket.socket
+    number: int  # of its descriptor
     client: tuple[str, str]
     came_ms: int  # since data last came
     idle_ms: int
 
 
-def _descriptors() -> list[int]:
-    return [int(name) for name in os.listdir(OPEN)] if OPEN.exists() else []
+def _descriptors() -> Sequence[int]:
+    """The descriptors that are open, and perhaps some that are not where none was left to look with."""
+    try:
+        return [int(name) for name in os.listdir(OPEN)]
+    except FileNotFoundError:
+        return ()
+    except OSError:
+        return range(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], MOST_SOUGHT))
