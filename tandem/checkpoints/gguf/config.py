@@ -41,7 +41,7 @@ def config_of(metadata: Metadata, frequency_factor: float | None, all_float32: b
         "vocab_size": len(metadata.need("tokenizer.ggml.tokens", list[Any])),
         "hidden_size": hidden,
         "intermediate_size": metadata.need(f"{family}.feed_forward_length", int),
-        "num_hidden_layers": metadata.need(f"{family}.block_count", int),
+        "num_hidden_layers": _num_layers(metadata, family),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.get(f"{family}.attention.head_count_kv", int) or heads,
         "head_dim": head_dim,
@@ -65,6 +65,13 @@ def generation_of(metadata: Metadata) -> dict[str, Any]:
     said |= {name: metadata.get(f"general.sampling.{key}", float) for name, key in SAMPLING.items()}
     sampling = {name: value for name, value in said.items() if value is not None}
     return {"eos_token_id": [end for end in ends if end is not None], **USUAL, **sampling}
+
+
+def _num_layers(metadata: Metadata, family: str) -> int:
+    count = metadata.need(f"{family}.block_count", int)
+    if count > len(metadata.tensors):
+        raise ValueError(f"{metadata.file}: {family}.block_count: {count} blocks need more tensors than there are")
+    return count
 
 
 def _rope(metadata: Metadata, family: str, frequency_factor: float | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import struct
 import tempfile
 from hashlib import blake2b
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from tandem.checkpoints.gguf.config import FREQUENCIES, config_of, generation_of
 from tandem.checkpoints.gguf.metadata import Metadata
+from tandem.checkpoints.gguf.reader import GgufTensor, read_gguf
 from tandem.checkpoints.model_files import (
     GENERATION_FILE,
     TOKENIZER_CONFIG,
@@ -31,7 +33,7 @@ from tandem.home import cache_folder
 SUFFIX = ".gguf"
 WEIGHTS_FILE, TENSORS_FILE = "model.gguf", "tensors.json"
 TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
-MAGIC = b"GGUF"
+MOST_FREQUENCY_BYTES = 2**16
 _VERSION = b"3"  # of what is written
 
 
@@ -98,9 +100,8 @@ def _write(file: Path, folder: Path, generation: dict[str, Any], calls: dict[str
         tokenizer_of,
     )
 
-    metadata, reader = _read(file)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    kinds = {tensor.tensor_type.name for tensor in reader.tensors}
+    metadata, tensors = _read(file)
+    kinds = {tensor.type for tensor in tensors.values()}
     if kinds - TYPES:
         raise ValueError(f"{file}: tensors of {', '.join(sorted(kinds - TYPES))}; known: {', '.join(sorted(TYPES))}")
     factor = _frequency_factor(tensors.get(FREQUENCIES), file)
@@ -109,8 +110,8 @@ def _write(file: Path, folder: Path, generation: dict[str, Any], calls: dict[str
         GENERATION_FILE: generation_of(metadata) | generation,
         TOKENIZER_CONFIG: special_tokens_of(metadata) | _template(metadata) | calls,
         TENSORS_FILE: {
-            name: {"type": tensor.tensor_type.name, "shape": list(map(int, reversed(tensor.shape))),
-                   "offset": int(tensor.data_offset), "nbytes": int(tensor.n_bytes)}
+            name: {"type": tensor.type, "shape": list(reversed(tensor.shape)), "offset": tensor.offset,
+                   "nbytes": tensor.nbytes}
             for name, tensor in tensors.items() if name != FREQUENCIES
         },
     }  # fmt: skip
@@ -122,22 +123,13 @@ def _write(file: Path, folder: Path, generation: dict[str, Any], calls: dict[str
     (folder / WEIGHTS_FILE).symlink_to(file)
 
 
-def _read(file: Path) -> tuple[Metadata, Any]:
-    from gguf import GGUFReader  # reads only what is asked of it, but takes a second to import
-
-    with file.open("rb") as opened:
-        if opened.read(len(MAGIC)) != MAGIC:
-            raise ValueError(f"{file}: is not a GGUF file")
+def _read(file: Path) -> tuple[Metadata, dict[str, GgufTensor]]:
     try:
-        reader = GGUFReader(file)
-        values = {key: field.contents() for key, field in reader.fields.items()}
-    except (ValueError, KeyError, IndexError, TypeError, UnicodeDecodeError, OverflowError) as error:
-        raise ValueError(f"{file}: is damaged: {error}") from None
-    size = file.stat().st_size
-    for tensor in reader.tensors:
-        if tensor.data_offset + tensor.n_bytes > size:
-            raise ValueError(f"{file}: is cut short: tensor {tensor.name} ends behind its end")
-    return Metadata(file, values, frozenset(tensor.name for tensor in reader.tensors)), reader
+        values, tensors = read_gguf(file)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    by_name = {tensor.name: tensor for tensor in tensors}
+    return Metadata(file, values, frozenset(by_name)), by_name
 
 
 def _template(metadata: Metadata) -> dict[str, Any]:
@@ -150,10 +142,14 @@ def _template(metadata: Metadata) -> dict[str, Any]:
     return {"chat_template": template} if template else {}
 
 
-def _frequency_factor(tensor: Any, file: Path) -> float | None:
+def _frequency_factor(tensor: GgufTensor | None, file: Path) -> float | None:
     if tensor is None:
         return None
-    factor = float(max(tensor.data))
+    if tensor.type != "F32" or not 0 < tensor.nbytes <= MOST_FREQUENCY_BYTES:
+        raise ValueError(f"{file}: {FREQUENCIES}: {tensor.shape} of {tensor.type} are no factors of frequencies")
+    with file.open("rb") as opened:
+        opened.seek(tensor.offset)
+        factor: float = max(struct.unpack(f"<{tensor.nbytes // 4}f", opened.read(tensor.nbytes)))
     if not math.isfinite(factor) or factor < 1:
         raise ValueError(f"{file}: {FREQUENCIES}: {factor} is no factor of frequencies")
     return factor
