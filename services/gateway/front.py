@@ -36,7 +36,7 @@ from services.gateway.generation import (
 from services.gateway.metrics import FrontMetrics
 from services.gateway.model import ModelAsked, ServedAdapters, ServedAliases, ServedModel, Via, choose
 from services.gateway.on_demand import Asleep, Sleepers
-from services.gateway.settings import GatewaySettings
+from services.gateway.settings import MAX_TIMEOUT_S, GatewaySettings
 from services.gateway.workers import WorkerConnection
 from tandem.aliases import Alias
 from tandem.registry import ClusterView, ModelKey, ModelStatus
@@ -45,7 +45,6 @@ from tandem.store import Store
 if TYPE_CHECKING:
     from services.gateway.llm import LLM
 
-MAX_TIMEOUT_S = 24 * 3600.0
 AskedIn = Callable[[bytes], ModelAsked]
 # Told now and then to a request that waits for a model; True where it is to be answered by a stream.
 Progress = Callable[[bool, ModelStatus], Awaitable[None]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
 
@@ -60,14 +60,20 @@ FOLLOWED = frozenset(
 )  # fmt: skip
 
 
+MAX_TIMEOUT_S = 24 * 3600.0
+# Bounds of what an operator may set while it runs: a mistake, too, leaves a cluster that serves.
+Weight = Annotated[float, Field(ge=0.001, le=1000)]
+MOST_TOKENS = 10**9
+
+
 class ClassSettings(BaseModel):
     """A priority class. Times are in seconds; None: no target. `objective`: of the service, see docs/slo.md."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    weight: PositiveFloat = 1.0
-    ttft_s: PositiveFloat | None = None
-    itl_s: PositiveFloat | None = None
+    weight: Weight = 1.0
+    ttft_s: float | None = Field(None, ge=0.01, le=MAX_TIMEOUT_S)
+    itl_s: float | None = Field(None, ge=0.001, le=MAX_TIMEOUT_S)
     objective: float = Field(0.99, gt=0, lt=1)
 
 
@@ -129,7 +135,7 @@ class GatewaySettings(ClusterSettings):
         Disaggregation.AUTO,
         description="remote prefill always (require), where workers are linked (prefer), or where quicker (auto)",
     )
-    timeout_s: float = Field(600, gt=0, description="deadline of a request that brings none")
+    timeout_s: float = Field(600, ge=1, le=MAX_TIMEOUT_S, description="deadline of a request that brings none")
     drain_s: float = Field(30, ge=0, description="how long running requests may go on after SIGTERM")
     migration_limit: int = Field(
         8, ge=0, description="how often an answer may go on elsewhere when its worker is lost; 0 fails it"
@@ -142,7 +148,7 @@ class GatewaySettings(ClusterSettings):
         30, gt=0, description="how long a client may take over a request's head; between two, it is kept for 75 s"
     )
     body_timeout_s: float = Field(30, gt=0, description="how long a client may take over its body")
-    max_choices: int = Field(128, ge=1, description="most prompts times n of one request")
+    max_choices: int = Field(128, ge=1, le=2**16, description="most prompts times n of one request")
     classes: dict[ClassName, ClassSettings] = Field(
         CLASSES,
         description="of each class: its share of tokens when all have requests waiting (weight), the time to a first "
@@ -150,7 +156,7 @@ class GatewaySettings(ClusterSettings):
         "leave (itl_s), null: no target; and the share of its requests that should meet both (objective). What a map "
         "leaves out stays as it is",
     )
-    tenant_weights: dict[str, PositiveFloat] = Field({}, description="share of tokens within a class; 1 if not named")
+    tenant_weights: dict[str, Weight] = Field({}, description="share of tokens within a class; 1 if not named")
     metrics_max_tenants: int = Field(
         100, ge=1, description="tenants that have metrics of their own; those that come later share some"
     )
@@ -158,13 +164,22 @@ class GatewaySettings(ClusterSettings):
         {}, description="price of an hour of one worker, by role (prefill, decode), for metrics of what tokens cost"
     )
     max_queued: int = Field(
-        1024, ge=1, description="most choices waiting for their turn, at all gateways of the model; beyond it, 429"
+        1024,
+        ge=1,
+        le=100_000,
+        description="most choices waiting for their turn, at all gateways of the model; beyond it, 429",
     )
     max_admitted_tokens: int | None = Field(
-        None, ge=1, description="prompts and answers in the cluster at once; if not set, what it finds room for"
+        None,
+        ge=128,
+        le=MOST_TOKENS,
+        description="prompts and answers in the cluster at once; if not set, what it finds room for",
     )
     prefill_queue_tokens: int = Field(
-        16384, ge=1, description="prompt tokens sent to each worker that prefills and not prefilled yet"
+        16384,
+        ge=128,
+        le=MOST_TOKENS,
+        description="prompt tokens sent to each worker that prefills and not prefilled yet",
     )
     replica_max_blocks: int = Field(
         2_000_000, ge=1024, description="most KV blocks whose holders are remembered; 90 bytes of memory each"

@@ -90,6 +90,41 @@ async def test_null_returns_a_setting_to_the_file(http: httpx.AsyncClient, gatew
     assert (told["settings"]["max_queued"], told["ttl_s"]) == (1024, {})
 
 
+# What would leave no cluster that serves, or no arithmetic.
+UNUSABLE: dict[str, list[Any]] = {
+    "max_queued": [0, -1, 10**7, 10**400],
+    "max_admitted_tokens": [0, 1, 2**50, 10**400],
+    "prefill_queue_tokens": [0, 1, 2**50, 10**400],
+    "max_choices": [0, 10**6],
+    "timeout_s": [0, 1e-9, 1e9, float("inf"), float("nan")],
+    "trace_sampling": [-0.1, 1.1, float("nan")],
+    "tenant_weights": [{"a": weight} for weight in (0, 1e-9, 1e9, float("inf"), float("nan"))],
+    "classes": [
+        {"interactive": {name: value}}
+        for name in ("weight", "ttft_s", "itl_s")
+        for value in (0, 1e-9, 1e9, float("inf"), float("nan"), -1)
+    ],
+}
+
+
+async def test_a_setting_that_leaves_nothing_usable_is_refused_by_name(
+    following: tuple[Gateway, Path], logs: list[Any]
+) -> None:
+    gateway, file = following
+    before = gateway.front.settings
+    async with httpx.AsyncClient(base_url=url_of(gateway)) as http:
+        for name, value in ((name, value) for name, values in UNUSABLE.items() for value in values):
+            answer = await http.post(URL, content=json.dumps({"settings": {name: value}, "ttl_s": 600}))
+            assert answer.status_code == 400, (name, value, answer.text)
+            message = answer.json()["error"]["message"]
+            assert message.startswith(name), message
+            assert "should be" in message
+    file.write_text('{"max_queued": 50, "classes": {"batch": {"ttft_s": 1e-9}}}', encoding="utf-8")
+    await eventually(lambda: any("cannot be read" in line["event"] for line in logs))
+    assert gateway.front.settings is before
+    assert len([line for line in logs if "cannot be read" in line["event"]]) == 1
+
+
 @pytest.mark.parametrize(
     ("body", "word"),
     [
