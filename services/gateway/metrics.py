@@ -19,7 +19,7 @@ from services.gateway.cluster_metrics import ClusterCollector
 from services.gateway.errors import GatewayError
 from services.gateway.genai_metrics import GenAIMetrics
 from services.gateway.settings import CLASSES, ClassName, ClassSettings
-from services.gateway.tenant_metrics import TenantMetrics
+from services.gateway.tenant_metrics import TenantMetrics, without_tenants
 from services.gateway.workers import WorkerPool
 from tandem.metrics import GATEWAY, ITL
 from tandem.process import metrics_server
@@ -49,8 +49,9 @@ class FrontMetrics:
             catch_up: counts the requests that ended and are not counted yet.
         """
         self._catch_up = catch_up
-        self.registry, self._exposed = CollectorRegistry(), CollectorRegistry()
+        self.registry, self._exposed, self._nameless = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
         self._exposed.register(_Together(self))
+        self._nameless.register(_Together(self, names_tenants=False))
         self._classes, self._max_tenants, self._prices = classes, max_tenants, prices or {}
         self.of_models: dict[str, Metrics] = {}
         self._of_the_gone: dict[str, float] = {}  # so that totals never fall
@@ -122,17 +123,17 @@ class FrontMetrics:
         if (metrics := self.of_models.pop(model, None)) is not None:
             metrics.add_to(self._of_the_gone)
 
-    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+    def exposition(self, accept: str = "", names_tenants: bool = True) -> tuple[bytes, str]:
         """As the header `accept` asks for it, and its content type."""
         self._catch_up()
-        return metrics_server.exposition(self._exposed, accept)
+        return metrics_server.exposition(self._exposed if names_tenants else self._nameless, accept)
 
 
 class _Together(Collector):
     """The series of all models, those of one name in one family."""
 
-    def __init__(self, front: FrontMetrics) -> None:
-        self._front = front
+    def __init__(self, front: FrontMetrics, *, names_tenants: bool = True) -> None:
+        self._front, self._names_tenants = front, names_tenants
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
@@ -141,7 +142,7 @@ class _Together(Collector):
                 known = families.setdefault(family.name, family)
                 if known is not family:
                     known.samples += family.samples
-        return families.values()
+        return families.values() if self._names_tenants else map(without_tenants, families.values())
 
 
 class Metrics:

@@ -6,7 +6,7 @@
     refused        429        failed   5xx
 
 What is not the service's doing, 400 or a client that left, counts nowhere. Tenants beyond the first so many are one,
-"other": each has series of its own.
+"other": each has series of its own. Who may not know tenants by name is shown the sums over all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.samples import Sample
 
 from services.gateway.admission import PriorityClass
 from services.gateway.settings import ClassName, ClassSettings
@@ -76,3 +77,15 @@ class TenantMetrics:
         if targets.itl_s is not None and end.itl_s is not None and end.itl_s > targets.itl_s:
             return "slow"
         return "met"
+
+
+def without_tenants(family: Metric) -> Metric:
+    """Sums the series of a counter or histogram over tenants; the label stays, and is empty."""
+    sums: dict[tuple[str, tuple[tuple[str, str], ...]], Sample] = {}
+    for sample in family.samples:
+        labels = {**sample.labels, "tenant": ""} if "tenant" in sample.labels else sample.labels
+        key = sample.name, tuple(labels.items())
+        before = sums[key].value if key in sums else 0.0
+        sums[key] = sample._replace(labels=labels, value=before + sample.value)
+    family.samples = list(sums.values())
+    return family

@@ -14,7 +14,7 @@ import yaml
 
 from deploy import dashboards
 from tandem.metrics import CATALOGUES, MetricKind
-from tests.helm.chart import of_kind, rendered
+from tests.helm.chart import of_kind, render, rendered, values_of
 
 ROOT = Path(__file__).parents[2]
 CHART, CASES = ROOT / "deploy" / "helm", Path(__file__).with_name("rules_test.yaml")
@@ -31,6 +31,17 @@ needs_promtool = pytest.mark.skipif(not PROMTOOL, reason="no promtool on the PAT
 def test_dashboards_are_as_the_code_says() -> None:
     stale = [path.name for path, text in dashboards.documents().items() if path.read_text(encoding="utf-8") != text]
     assert stale == [], "run `make docs`"
+
+
+@pytest.mark.parametrize("secret", ["", "scraper"])
+def test_prometheus_brings_its_key_to_gateways_alone(secret: str) -> None:
+    made = render({**values_of("platform"), "monitoring": {"enabled": True, "apiKey": {"secret": secret}}})
+    (gateways,), (workers,) = of_kind(made, "ServiceMonitor"), of_kind(made, "PodMonitor")
+    (endpoint,), (other,) = gateways["spec"]["endpoints"], workers["spec"]["podMetricsEndpoints"]
+    brought = {"credentials": {"name": secret, "key": "api-key"}} if secret else None
+    assert endpoint.get("authorization") == brought
+    assert (endpoint["path"], endpoint["port"]) == ("/metrics", "http")
+    assert "authorization" not in other
 
 
 @needs_promtool

@@ -196,6 +196,7 @@ def contexts() -> dict[str, Values]:
     whole["redis"]["bundled"]["password"] = whole["store"]["bundled"]["password"] = "fixed"
     whole["models"][0]["hostnames"] = ["example.com"]
     whole["monitoring"]["enabled"] = whole["ingress"]["enabled"] = whole["inferencePool"]["enabled"] = True
+    whole["monitoring"]["apiKey"]["secret"] = "scraper"
     whole["ingress"] |= {"grpc": True, "tlsSecret": "tls"}
     whole["gatewayApi"] |= {"parents": [{"name": "edge"}], "http": True, "grpc": True}
     whole["inferencePool"]["endpointPicker"]["name"] = "picker"

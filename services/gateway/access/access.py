@@ -78,7 +78,7 @@ class Access:
         """
         if self._path is None:
             return ANYONE
-        said = headers.get("authorization", "") or _bearer(headers.get("x-api-key", ""))
+        said = _said_key(headers)
         if not said:
             raise Unauthorized("an API key is required, as `Authorization: Bearer tk-…`", code="missing_api_key")
         key = self._keys.find(said[len(SCHEME) :].strip()) if said[: len(SCHEME)].lower() == SCHEME else None
@@ -88,6 +88,16 @@ class Access:
             key.tenant, self._keys.tiers[key.tier], key.names_tenants, key.models,
             manages_models=key.manages_models, key_id=key.id,
         )  # fmt: skip
+
+    def may_name_tenants(self, headers: Mapping[str, str]) -> bool:
+        """True for those who may know of others than themselves: operators, and anyone where no keys are asked for.
+
+        Raises:
+            Unauthorized: there is a key, and it is not valid.
+        """
+        if self._path is None or not _said_key(headers):
+            return self._path is None
+        return self.authenticate(headers).manages_models
 
     def tenant(self, client: Caller, headers: Mapping[str, str], said: str, param: str) -> str:
         """Whom the request counts for, where its own field `param` names `said`.
@@ -124,6 +134,7 @@ class Access:
                 log.error("API keys cannot be read: those known before stay valid", error=self._problem)
 
 
-def _bearer(key: str) -> str:
-    """As Anthropic's clients send it."""
-    return f"Bearer {key}" if key else ""
+def _said_key(headers: Mapping[str, str]) -> str:
+    """Returns the header that brings a key, as OpenAI's clients send it, for Anthropic's too; "" without one."""
+    key = headers.get("x-api-key", "")
+    return headers.get("authorization", "") or (f"Bearer {key}" if key else "")

@@ -153,8 +153,9 @@ def _add_health(app: FastAPI, front: FrontDesk) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        """For Prometheus."""
-        text, content_type = front.metrics.exposition(request.headers.get("accept", ""))
+        """For Prometheus; where keys are asked for, only one that manages models is shown tenants by name."""
+        names_tenants = front.access.may_name_tenants(request.headers)
+        text, content_type = front.metrics.exposition(request.headers.get("accept", ""), names_tenants)
         return Response(text, headers={"content-type": content_type})
 
     @app.get("/metrics/targets")
