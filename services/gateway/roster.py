@@ -21,6 +21,7 @@ from services.gateway.front import FrontDesk
 from services.gateway.llm import LLM
 from services.gateway.model import ServedModel
 from tandem.checkpoints import is_fingerprint
+from tandem.garbage import give_back
 from tandem.registry import LiveWorker, ModelKey, RegistryUnavailable
 
 log = structlog.get_logger(__name__)
@@ -76,13 +77,19 @@ class Roster:
             if loading.done():
                 del self._loading[key]
                 loading.result()
-        for key, life in list(self._lives.items()):
-            for task in life.tasks:
-                if task.done():
-                    task.result()
-                    raise RuntimeError(f"a task of model {key.name} ended by itself")
-            if now > life.seen_at + GONE_S and not any(one.running for one in life.llm.pool.connections):
-                await self._drop(key)
+        gone = [key for key, life in self._lives.items() if self._is_over(key, life, now)]
+        for key in gone:
+            await self._drop(key)
+        if gone:
+            await asyncio.to_thread(give_back)  # a tokenizer is many small parts
+
+    def _is_over(self, key: ModelKey, life: _Serving, now: float) -> bool:
+        """True for a model whose workers have left for good. Raises what a task of it has died of."""
+        for task in life.tasks:
+            if task.done():
+                task.result()
+                raise RuntimeError(f"a task of model {key.name} ended by itself")
+        return now > life.seen_at + GONE_S and not any(one.running for one in life.llm.pool.connections)
 
     async def settle(self) -> None:
         """Waits until models of workers that have registered are served, within a bound: clients are let in then."""

@@ -54,6 +54,8 @@ class Tokenizer:
         self._is_quick = has_known_patterns(tokenizer)
         self._speller, self._marks = WorkThreads("spell", 1), dict[str, tuple[int, ...]]()
         self._texts: dict[frozenset[int], dict[int, str]] = {}  # by the tokens that are hidden
+        # Not a method of this object: with what refers to it in turn it would only be garbage that is looked for.
+        self._encode = partial(_encoded, tokenizer, most)
         self._with_special, self._without_special = (
             Batches(partial(self._encode, special)) for special in (True, False)
         )
@@ -172,13 +174,18 @@ class Tokenizer:
         except TimeoutError:
             raise UnreadText(f"the model's tokenizer has not read it in {MOST_S:.0f} s") from None
 
-    def _encode(self, add_special_tokens: bool, texts: Sequence[Untokenized]) -> list[Outcome]:
-        pieces = [piece for text in texts for piece in text.pieces]
-        found = iter(self._tokenizer.encode_batch_fast(pieces, add_special_tokens=add_special_tokens))
-        return [self._joined(text, list(islice(found, len(text.pieces)))) for text in texts]
 
-    def _joined(self, text: Untokenized, encodings: Sequence[tokenizers.Encoding]) -> Outcome:
-        count = text.num_tokens([len(encoding) for encoding in encodings])
-        if count > self._most:
-            return TooManyTokens(count)
-        return text.join([CheckedIds("I", encoding.ids) for encoding in encodings])
+def _encoded(
+    tokenizer: tokenizers.Tokenizer, most: int, add_special_tokens: bool, texts: Sequence[Untokenized]
+) -> list[Outcome]:
+    """`most`: tokens of a text that are read out of the library."""
+    pieces = [piece for text in texts for piece in text.pieces]
+    found = iter(tokenizer.encode_batch_fast(pieces, add_special_tokens=add_special_tokens))
+    return [_joined(text, list(islice(found, len(text.pieces))), most) for text in texts]
+
+
+def _joined(text: Untokenized, encodings: Sequence[tokenizers.Encoding], most: int) -> Outcome:
+    count = text.num_tokens([len(encoding) for encoding in encodings])
+    if count > most:
+        return TooManyTokens(count)
+    return text.join([CheckedIds("I", encoding.ids) for encoding in encodings])
