@@ -12,7 +12,7 @@ from operator import or_
 from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, create_model
 
 from services.gateway.errors import InvalidRequest
 from tandem.sampling import INTERNAL, TYPES
@@ -41,7 +41,7 @@ MAX_HINT = 512
 Hint = Annotated[str, Field(max_length=MAX_HINT)]
 # JSON's integers have any length, and those of bodies one that any arithmetic takes: the range that a field has is
 # checked later, and said then.
-Int = Annotated[int, Field(ge=-(2**127), lt=2**127)]
+Int = Annotated[int, Field(ge=-(2**127), lt=2**127), WithJsonSchema({"type": "integer"})]
 
 
 def _as_tuple(value: Any) -> Any:
