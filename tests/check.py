@@ -59,10 +59,12 @@ PARTS = {
 }  # fmt: skip
 # What a stranger, a hostile client or a flood meets, with ten times as many examples as in `make test`.
 HOSTILE = (
-    "checkpoints/test_model_files", "gateway/test_access", "gateway/test_cors", "gateway/test_early_refusal",
-    "gateway/test_fuzz", "gateway/test_hostile", "gateway/test_overload", "gateway/test_structured_fuzz",
-    "registry/test_connection", "registry/test_limits", "registry/test_resp_fuzz", "test_security",
-    "transfer/test_fuzz", "transfer/test_schedules", "worker/test_fuzz",
+    "checkpoints/test_model_files", "e2e/test_secured", "engine/test_damaged_gguf", "gateway/test_access",
+    "gateway/test_cors", "gateway/test_early_refusal", "gateway/test_fuzz", "gateway/test_hostile",
+    "gateway/test_large_numbers", "gateway/test_overload", "gateway/test_refused_bodies",
+    "gateway/test_structured_fuzz", "gateway/test_wrong_values", "registry/test_connection", "registry/test_limits",
+    "registry/test_resp_fuzz", "registry/test_wrong_values", "test_security", "transfer/test_fuzz",
+    "transfer/test_schedules", "worker/test_fuzz",
 )  # fmt: skip
 
 
