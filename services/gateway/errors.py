@@ -44,8 +44,8 @@ class GatewayError(Exception):
     headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
         self.message = _shortened(message)
+        super().__init__(self.message)  # which logs and traces have
         self.param = None if param is None else _shortened(param)
         self.code = code
 

@@ -171,13 +171,13 @@ class GatewaySettings(ClusterSettings):
     )
     max_admitted_tokens: int | None = Field(
         None,
-        ge=128,
+        ge=32,
         le=MOST_TOKENS,
         description="prompts and answers in the cluster at once; if not set, what it finds room for",
     )
     prefill_queue_tokens: int = Field(
         16384,
-        ge=128,
+        ge=32,
         le=MOST_TOKENS,
         description="prompt tokens sent to each worker that prefills and not prefilled yet",
     )

@@ -310,7 +310,7 @@ async def test_prefill_fails_and_decode_prefills_the_prompt(
     assert "after worker p: " in reason
     assert answer.json()["choices"][0]["text"] == TEXT
     assert peers.decode.senders == [peers.workers["p"].info.incarnation, ""]
-    suspected = [spec.alone_until > 0 for spec in peers.decode.seen]
+    suspected = [spec.begins_apart for spec in peers.decode.seen]
     assert suspected == [False, how != "refuses"]
     await everything_free(peers, gateway)
 
