@@ -57,7 +57,7 @@ def strike(pid: int, blow: signal.Signals) -> None:
 def thread_states(pid: int) -> list[str]:
     """Those of the threads that are still there: one may go while the others are being looked at."""
     states: list[str] = []
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, ProcessLookupError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):
                 states.append((task / "stat").read_text(encoding="utf-8").rpartition(") ")[2][0])
