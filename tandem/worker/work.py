@@ -19,7 +19,7 @@ from opentelemetry import context as otel_context
 from opentelemetry import propagate
 
 from tandem import rpc
-from tandem.liveness import Liveness
+from tandem.liveness import MOST_S, Liveness
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tandem.worker.engine_port import EngineDied
 from tandem.worker.errors import SequenceFailed, lacks_room
@@ -66,21 +66,22 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
         stream_id, serving = self._new_id(), cast("asyncio.Task[Any]", asyncio.current_task())
         liveness = Liveness(asyncio.get_running_loop().time(), self._streams.starvation)
         reading = asyncio.create_task(self._read(stream_id, requests, liveness))
-        watching = asyncio.create_task(self._watch(stream_id, liveness))
+        silent: list[str] = []
+        watching = asyncio.create_task(self._watch(stream_id, liveness, serving, silent))
         # Of a call that is cancelled while it writes, only its task's end is certain to be seen here.
         serving.add_done_callback(lambda done: (reading.cancel(), watching.cancel()))
         async for response in self._streams.stream(stream_id):
             yield response
         if reading.done():  # or the stream was ended here, and the gateway is to hear of it
             await reading  # which says what is wrong with a request
-        if watching.done() and not watching.cancelled():
-            raise rpc.Refused(StatusCode.ABORTED, watching.result())
+        if silent:
+            raise rpc.Refused(StatusCode.ABORTED, silent[0])
 
-    async def _watch(self, stream_id: str, liveness: Liveness) -> str:
-        """Send pings, and end a stream whose gateway sends none any more; returns why.
+    async def _watch(self, stream_id: str, liveness: Liveness, serving: asyncio.Task[Any], silent: list[str]) -> None:
+        """Send pings, and end a stream whose gateway sends none any more; `silent` gets the reason.
 
-        A call that writes just then ends once its gateway reads on, or gRPC's own ping is not answered. Were its task
-        cancelled, gRPC would send no status, and the gateway would wait.
+        A call that writes just then ends once its gateway reads on, or within MOST_S. Were its task cancelled at once,
+        gRPC would send no status, and the gateway would wait.
         """
         now = asyncio.get_running_loop().time
         while not (liveness.lost(now()) and liveness.pings):
@@ -88,8 +89,10 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
                 self._streams.ping(stream_id)
             await asyncio.sleep(liveness.due_s(now()))
         log.warning("a gateway is silent", stream_id=stream_id, seconds=round(liveness.limit_s, 1))
+        silent.append(f"the gateway was silent for {liveness.limit_s:.1f} s")
         self._streams.end(stream_id)
-        return f"the gateway was silent for {liveness.limit_s:.1f} s"
+        await asyncio.sleep(MOST_S)
+        serving.cancel()
 
     async def _read(self, stream_id: str, requests: AsyncIterator[worker_pb2.WorkRequest], liveness: Liveness) -> None:
         now = asyncio.get_running_loop().time
