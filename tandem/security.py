@@ -65,7 +65,7 @@ class ClusterSecret:
         """Why a call with this proof is none of the cluster's to the process at `address`; empty where it is one."""
         said, _, proven = proof.rpartition(" ")
         if not self.proves(proven, "call", said.encode()):
-            return "this port is for processes with the cluster's secret"
+            return "this port is for processes with --cluster-secret, a file that tandem up makes beside its logs"
         at, _, to = said.partition(" ")
         if to != address:
             return f"the call is for {to}, and this is {address}"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.commands import SECRET_FILE
 from tandem.commands.up import DEMO_MODEL
 from tandem.local import free_ports
 from tests.e2e.cluster import RunningCluster, running_cluster
@@ -110,6 +111,8 @@ def test_commands_run(block: CodeBlock, folder: Path, cluster: RunningCluster, e
     text = SHELL + here(block.text, cluster).replace("curl ", "curl --fail-with-body --silent --show-error ")
     for name in ("doctor", "keys usage"):
         text = text.replace(f"tandem {name}", f"tandem {name} --redis-url={cluster.redis_url}")
+    # By another home than that in which its cluster is noted.
+    text = text.replace("tandem doctor", f"tandem doctor --cluster-secret={cluster.logs / SECRET_FILE}")
     done = subprocess.run(
         ["bash", "-c", text], cwd=folder, env=environment, capture_output=True, encoding="utf-8", timeout=200
     )
