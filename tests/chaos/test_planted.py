@@ -151,7 +151,7 @@ def emit_twice(patch: Patch) -> None:
     patch.setattr(Streams, "send", twice)
 
 
-@planted("I3", 60)
+@planted("I3", 200)
 def no_abort_on_disconnect(patch: Patch) -> None:
     patch.setattr(Attempt, "_abort", lambda self, connection, mailbox: None)
 
