@@ -166,9 +166,10 @@ def test_what_it_measures(tmp_path: Path, own_redis: RedisServer) -> None:
         client.zadd(key_prefix("tandem") + "leases", {"d0": 1})
         eventually(lambda: measured(address)["tandem_registry_expired_total"] == [1.0, 0.0, 0.0], "and its end")
         before = measured(address)["tandem_sweep_seconds"][0]
+        client.hset(key_prefix("tandem") + "reservation:r0", "tokens", "d1")
         client.zadd(key_prefix("tandem") + "reservations", {"r0": int(time.time() * 1000) + 10**6})
         eventually(lambda: measured(address)["tandem_registry_reservations"] == [1.0], "a reservation is counted")
-        client.zrem(key_prefix("tandem") + "reservations", "r0")
+        client.delete(key_prefix("tandem") + "reservation:r0")
         eventually(lambda: measured(address)["tandem_registry_reservations"] == [0.0], "its end")
         assert measured(address)["tandem_sweep_seconds"][0] > before  # each sweep that Redis answers
         assert httpx.get(f"http://{address}/debug/integrity").json()["whole"]

@@ -138,10 +138,22 @@ async def test_what_is_held_for_a_lost_reservation_is_released(raw: Redis, regis
     (reservation,) = await raw.keys(f"{key_prefix(namespace)}reservation:*")
     await raw.delete(reservation)
     assert len((await registry.check_integrity()).violations) > 1
+    await raw.zadd(f"{key_prefix(namespace)}reservations", {b"\xff": 2e15, b"": 2e15})
     for _ in wrong_values.workers():
         await registry.sweep("k:1")
-    await raw.zrem(f"{key_prefix(namespace)}reservations", reservation.rpartition(b"reservation:")[2])
     assert (await registry.check_integrity()).violations == ()
+
+
+async def test_a_dead_client_whose_lease_was_lost_holds_nothing_for_long(
+    raw: Redis, registry: Registry, namespace: str
+) -> None:
+    await wrong_values.fill(registry)
+    await raw.delete(f"{key_prefix(namespace)}clients")
+    await registry.sweep("k:1")
+    (client,) = await raw.zrange(f"{key_prefix(namespace)}clients", 0, -1)
+    await raw.zadd(f"{key_prefix(namespace)}clients", {str(client, "utf-8"): 1})  # over: nobody has renewed it
+    await registry.sweep("k:1")
+    assert (await registry.check_integrity()).held["reservations"] == 0
 
 
 async def test_a_wrong_note_of_wrong_values_is_no_note(raw: Redis, registry: Registry, namespace: str) -> None:

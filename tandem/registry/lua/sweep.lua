@@ -1,7 +1,24 @@
 -- Forgets what is past its time even where nothing else calls. Returns how many leases, reservations and block locations
 -- that were, and how many leases and reservations there are.
 -- Who sweeps may say where Prometheus reads it (ARGV[1]), which is believed for ten seconds.
--- What cannot be read of a worker is forgotten, too, and of one worker in turn what it holds for no reservation.
+-- What cannot be read of a worker is forgotten, too; in turn, what one worker holds for no reservation, and some names of
+-- reservations that there are not. A client whose lease was lost has one for as long as it takes to renew it.
+local LOOKED_AT, RENEWED_MS = 256, 3000
+
+local function drop_names(turn)
+  local names = key('reservations')
+  local first = turn * LOOKED_AT % math.max(1, redis.call('ZCARD', names))
+  for _, name in ipairs(redis.call('ZRANGE', names, first, first + LOOKED_AT - 1)) do
+    local client = name:match('([^/]*)/%d+$')
+    if redis.call('EXISTS', key('reservation', name)) == 0 then
+      forget_if_empty(name)
+      mended(names)
+    elseif client then
+      redis.call('ZADD', key('clients'), 'NX', now + RENEWED_MS, client)
+    end
+  end
+end
+
 local function drop_strays(worker_id)
   local held, of, row = key('held', worker_id), place_of(worker_id)
   for _, field in ipairs(redis.call('HKEYS', held)) do
@@ -22,10 +39,9 @@ for _, worker_id in ipairs(live_workers()) do
     retire(worker_id)
   end
 end
-local whole_workers = live_workers()
-if #whole_workers > 0 then
-  drop_strays(whole_workers[(whole(redis.call('INCR', key('sweeps'))) or 0) % #whole_workers + 1])
-end
+local whole_workers, turn = live_workers(), whole(redis.call('INCR', key('sweeps'))) or 0
+if #whole_workers > 0 then drop_strays(whole_workers[turn % #whole_workers + 1]) end
+drop_names(turn)
 if ARGV[1] and ARGV[1] ~= '' then redis.call('SET', key('keeper'), ARGV[1], 'PX', 10000) end
 return {
   num_leases_ended, num_reservations_ended, num_blocks_forgotten,

@@ -21,6 +21,7 @@ SILENT = {"cut", "half-open", "pause", "kv-drop"}
 SHARES = (0.2, 0.05, 0.01, 0.004)
 STARVED_TIMES = 3  # as long as other faults
 SLOWEST_S = 5.0  # what a starved process waits for until it has done what it began
+LOST_LEASE_S = 3.0  # that a sweep gives a gateway whose lease is not there
 MAX_TOKENS = 20  # of a poison's answer
 # Every lease is renewed at least once in this time.
 RENEWED_S = 2.0
@@ -301,6 +302,7 @@ class Faults:
         """One value, of whatever there is."""
         spoilt = self._cluster.redis.spoil(self._random)
         self._cluster.world.log("spoilt", spoilt)
+        self.slowest_s = max(self.slowest_s, LOST_LEASE_S)
         return bool(spoilt)
 
     def _redis_slow(self, fault: Fault) -> bool:

@@ -323,8 +323,9 @@ class Run:
         """How much later all may have come for what happened: each fault's own time, and until it was noticed."""
         if self._had_nobody() or any(kind.startswith("kv-") for kind in self.faults.touched):
             return inf  # a lost end of a transfer is noticed at the request's deadline
-        if self.faults.fired["vanish"] and len(self.faults.struck.keys() & self.cluster.workers.keys()) > 1:
-            return inf  # behind two deaths, of one of which nobody tells, it waits for word
+        untold = any(kind == "vanish" or kind.startswith("redis") for kind in self.faults.fired)
+        if untold and len(self.faults.struck.keys() & self.cluster.workers.keys()) > 1:
+            return inf  # behind two deaths, of one of which nobody tells or Redis has lost it, it waits for word
         others = [fault for fault in self.schedule.faults if fault.kind not in ("starve", "log-full")]
         late_s = sum(fault.seconds + NOTICED_S for fault in others) if self.faults.touched else 0.0
         return late_s + self.faults.starved_s
