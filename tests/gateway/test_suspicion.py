@@ -116,7 +116,7 @@ async def test_behind_two_deaths_that_nobody_tells_it_goes_alone_in_the_end() ->
 
 
 async def lost_twice(told: Told, choice_id: str, heard: int) -> Suspicion:
-    """Returns its record where nobody had told of the first death when it went on, and of both once the second came."""
+    """Returns its record where the first death was not known when it went on, and both were once the second came."""
     deaths, told.deaths, told.of = told.deaths, {}, Deaths(told._ask)
     one = told.suspicion(choice_id)
     await one.lost(["first"], heard, later())
@@ -138,6 +138,20 @@ async def test_the_only_one_at_its_place_in_both_deaths_is_poison(place: int) ->
     assert past.alone_until == 9, "a suspect of the second death alone"
     assert (await lost_twice(told, "left", 8)).alone_until == 11
     assert (await lost_twice(told, "short_of", 28)).alone_until == 32
+
+
+@in_virtual_time
+async def test_who_passed_its_place_by_what_was_heard_of_it_is_left_out() -> None:
+    """The prompt of one that wrote more than was heard ends before its place: a token later it is past it."""
+    told = Told()
+    poison, other = told.suspicion("poison"), told.suspicion("other")
+    await asyncio.gather(poison.lost(["first"], 0, later()), other.lost(["first"], 19, later()))
+    told.tell("first", poison=0, other=20)
+    told.tell("second", poison=0, other=21)
+    lost = (poison.lost(["second"], 0, later()), other.lost(["second"], 20, later()))
+    ended = await asyncio.gather(*lost, return_exceptions=True)
+    assert isinstance(ended[0], Poison)
+    assert ended[1] is None
 
 
 @in_virtual_time

@@ -42,6 +42,23 @@ class Deaths:
         self._known: dict[str, Death] = {}
         self._asking: dict[str, asyncio.Task[Death | None]] = {}
         self._explained: dict[str, None] = {}
+        self._heard: dict[str, dict[str, int]] = {}
+
+    def note(self, incarnation: str, choice_id: str, num_written: int) -> None:
+        """This choice was lost with it when so many of its tokens had been heard."""
+        self._heard.setdefault(incarnation, {})[choice_id] = num_written
+        if len(self._heard) > MAX_KNOWN:
+            del self._heard[next(iter(self._heard))]
+
+    def at_the_same_place(self, first: Death, second: Death) -> list[str]:
+        """Returns the choices that can be what both have died of: they had come no further.
+
+        All that was heard of one is the end of its prompt, which prefill may pass, and decode then die of it a token
+        later. What another gateway has heard is not known here: then both are possible.
+        """
+        heard = self._heard.get(first.incarnation, {})
+        most = {name: int(heard.get(name, place) == place) for name, place in first.named.items()}
+        return [name for name in most if 0 <= second.named.get(name, -1) - first.named[name] <= most[name]]
 
     def explain(self, deaths: Iterable[Death]) -> None:
         """A choice was convicted of these: nobody else is a suspect for them."""
@@ -104,15 +121,17 @@ class Suspicion:
         """
         self._forget(num_written)
         self._losses |= {incarnation: Loss(num_written) for incarnation in incarnations}
+        for incarnation in incarnations:
+            self._deaths.note(incarnation, self._choice_id, num_written)
         now = asyncio.get_running_loop().time
         patient_until = min(now() + self._patience_s, deadline)
         await self._learn(deadline)
         while len(self._losses) >= MAX_LOSSES and self._unknown() and now() < patient_until:
             await self._learn(patient_until)
         self._forget(num_written)
-        for first, second in combinations(self._losses.values(), 2):
-            if first.death and second.death and self._is_convicted(first, second.death):
-                self._deaths.explain((first.death, second.death))
+        for both in combinations([loss.death for loss in self._losses.values() if loss.death], 2):
+            if self._is_convicted(*both):
+                self._deaths.explain(both)
                 raise Poison(list(self._losses))
 
     @property
@@ -127,17 +146,9 @@ class Suspicion:
         """True if it was lost once, and nobody has said of what."""
         return len(self._losses) == len(self._unknown()) == 1
 
-    def _is_convicted(self, first: Loss, second: Death) -> bool:
-        """True if no other choice can be what both have died of: one may be named for what was computed beside it.
-
-        A prompt that ends right before the place may pass it in prefill, and die of it one token later.
-        """
-        assert first.death
-        places, before = second.named, first.death.named
-        if len(places) == 1:
-            return True
-        most = 1 if first.num_written == before[self._choice_id] else 0
-        return [name for name in before if 0 <= places.get(name, -1) - before[name] <= most] == [self._choice_id]
+    def _is_convicted(self, first: Death, second: Death) -> bool:
+        """True if no other choice can be what both have died of: one may be named for what was computed beside it."""
+        return len(second.named) == 1 or self._deaths.at_the_same_place(first, second) == [self._choice_id]
 
     def _forget(self, num_written: int) -> None:
         """Losses that another was, or at places that it is past, as it has written or a later death has found it."""
