@@ -104,7 +104,7 @@ def test_a_suspect_computes_alone_until_it_is_past_the_place(config_only: Path) 
 
 
 def test_those_that_begin_apart_begin_one_by_one(config_only: Path) -> None:
-    """And with all others: whoever is at its place in a crash is then the only one there."""
+    """And with all others: one that is at its place in a crash is then the only one there."""
     page = watched(config_only)
     page.engine.add(request("20", 8, 60))
     page.step()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from services.gateway import Gateway
 from services.gateway.admission import Admission, Work
 from services.gateway.admission.priority import PriorityClass
 from services.gateway.errors import Overloaded
@@ -15,8 +16,8 @@ from services.gateway.settings import CLASSES, ClassSettings
 SMALL = {"max_admitted_tokens": 200, "classes": CLASSES | {"interactive": ClassSettings(ttft_s=1.0)}}
 
 
-async def forecasting(admission: Admission) -> None:
-    """Makes it know, from work that has ended."""
+async def _make_it_forecast(admission: Admission) -> None:
+    """By work that has ended."""
     for _ in range(3):
         done = Work(PriorityClass.INTERACTIVE, "t", 1e9, 100, 100)
         await admission.enter(done)
@@ -26,8 +27,10 @@ async def forecasting(admission: Admission) -> None:
 
 
 @asynccontextmanager
-async def full(admission: Admission) -> AsyncIterator[None]:
+async def full(gateway: Gateway) -> AsyncIterator[Admission]:
     """Others of tenant t wait, as many as it takes."""
+    admission = gateway.front.llm_of(None).admission
+    await _make_it_forecast(admission)
     held, tasks, deadline = list[Work](), list[asyncio.Task[None]](), asyncio.get_running_loop().time() + 100
     while True:
         held.append(Work(PriorityClass.INTERACTIVE, "t", deadline, 100, 100))
@@ -36,7 +39,7 @@ async def full(admission: Admission) -> AsyncIterator[None]:
         if tasks[-1].done() and isinstance(tasks[-1].exception(), Overloaded):
             break
     try:
-        yield
+        yield admission
     finally:
         for work, task in zip(held, tasks, strict=True):
             task.cancel()

@@ -11,7 +11,7 @@ from grpc import aio
 
 from services.gateway import Gateway, GatewaySettings
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tests.gateway.full_queue import SMALL, forecasting, full
+from tests.gateway.full_queue import SMALL, full
 from tests.gateway.peers import MODEL
 
 # Its prompt alone would be refused as one that no model takes, were it read.
@@ -24,11 +24,9 @@ def settings(settings: GatewaySettings) -> GatewaySettings:
 
 
 async def test_what_would_come_too_late_is_not_read(gateway: Gateway, http: httpx.AsyncClient) -> None:
-    admission = gateway.front.llm_of(None).admission
-    await forecasting(admission)
-    assert (await http.post("/v1/completions", json=BODY)).status_code == 400
-    async with full(admission):
+    async with full(gateway) as admission:
         await refused_unread(gateway, http)
+    assert (await http.post("/v1/completions", json=BODY)).status_code == 400
     assert admission.check_integrity() == []
 
 

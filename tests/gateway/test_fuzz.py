@@ -18,7 +18,7 @@ from services.gateway.http.messages import reduce_messages
 from tandem.v1 import llm_pb2
 from tests.fuzzing import collected
 from tests.gateway.conftest import eventually, with_settings
-from tests.gateway.full_queue import SMALL, forecasting, full
+from tests.gateway.full_queue import SMALL, full
 from tests.gateway.peers import MODEL
 from tests.gateway.tools.test_calls import says
 
@@ -179,9 +179,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 @with_settings(**SMALL)
 async def test_bodies_of_http_while_others_wait(gateway: Gateway, http: httpx.AsyncClient) -> None:
-    admission = gateway.front.llm_of(None).admission
-    await forecasting(admission)
-    async with full(admission):
+    async with full(gateway) as admission:
         statuses = await statuses_of_bodies(http)
     assert statuses >= {400, 429}
     assert admission.check_integrity() == []

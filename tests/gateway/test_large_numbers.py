@@ -14,7 +14,7 @@ from services.gateway.http import responses, schema
 from services.gateway.http.messages import schema as messages_schema
 from services.gateway.http.schema import Body, GenerationBody, with_sampling
 from tests.gateway.conftest import with_settings
-from tests.gateway.full_queue import SMALL, forecasting, full
+from tests.gateway.full_queue import SMALL, full
 from tests.gateway.peers import MODEL
 
 HUGE = ("9" * 400, "-" + "9" * 400, "1e999", "-1e999", "NaN", "Infinity", "9" * 20_000)
@@ -81,9 +81,7 @@ async def test_of_bodies(http: httpx.AsyncClient) -> None:
 
 @with_settings(**SMALL)
 async def test_of_bodies_while_others_wait(gateway: Gateway, http: httpx.AsyncClient) -> None:
-    admission = gateway.front.llm_of(None).admission
-    await forecasting(admission)
-    async with full(admission):
+    async with full(gateway):
         await check_each(http)
 
 

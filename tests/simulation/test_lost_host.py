@@ -49,7 +49,7 @@ class WatchedStreams:
 
 
 async def play(cluster: SimulatedCluster, poisoned: bool) -> WatchedStreams:
-    """Kill a decode worker for good, or send the poison, which kills it, and whoever else computes it."""
+    """Kill a decode worker for good, or send the poison, which kills it and any other that computes it."""
     random = Random(1)
     await cluster.ready()
     prompts = [

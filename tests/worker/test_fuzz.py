@@ -213,8 +213,8 @@ async def test_messages_at_the_workers_ports(ports: dict[str, Any]) -> None:
 
     try:
         await eventually(as_before, "all that was held is released")
-    except AssertionError:
-        assert await held(ports) == before
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {await held(ports)} where there was {before}") from None
 
 
 async def held(ports: dict[str, Any]) -> list[dict[str, int]]:
