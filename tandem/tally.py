@@ -3,6 +3,7 @@ up of prometheus_client's own, which cost a request more than its way to a worke
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -76,8 +77,9 @@ class _Tally(Collector, Generic[Cell]):
             found = self._found[values] = self._make()
         return found
 
+    @abstractmethod
     def _make(self) -> Cell:
-        raise NotImplementedError
+        """Returns a new series' value."""
 
 
 class CounterTally(_Tally[Count]):
