@@ -144,6 +144,18 @@ async def test_what_is_held_for_a_lost_reservation_is_released(raw: Redis, regis
     assert (await registry.check_integrity()).violations == ()
 
 
+async def test_a_name_before_many_reservations_is_found_in_turn(raw: Redis, registry: Registry, namespace: str) -> None:
+    prefix, names = key_prefix(namespace), [f"c/{i}" for i in range(300)]
+    for name in names:
+        await raw.hset(f"{prefix}reservation:{name}", "tokens", "d0")
+    await raw.zadd(f"{prefix}reservations", {"nobody": 2e15, **dict.fromkeys(names, 3e15)})
+    for _ in range(2):
+        await registry.sweep("k:1")
+    assert await raw.zscore(f"{prefix}reservations", "nobody") is None
+    assert await raw.zcard(f"{prefix}reservations") == len(names)
+    await raw.delete(*await raw.keys(f"{prefix}*"))  # they hold nothing, and are no whole registry
+
+
 async def test_a_dead_client_whose_lease_was_lost_holds_nothing_for_long(
     raw: Redis, registry: Registry, namespace: str
 ) -> None:

@@ -7,7 +7,8 @@ local LOOKED_AT, RENEWED_MS = 256, 3000
 
 local function drop_names(turn)
   local names = key('reservations')
-  local first = turn * LOOKED_AT % math.max(1, redis.call('ZCARD', names))
+  local parts = math.max(1, math.ceil(redis.call('ZCARD', names) / LOOKED_AT))
+  local first = turn % parts * LOOKED_AT
   for _, name in ipairs(redis.call('ZRANGE', names, first, first + LOOKED_AT - 1)) do
     local client = name:match('([^/]*)/%d+$')
     if redis.call('EXISTS', key('reservation', name)) == 0 then
