@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from services.gateway.access import ANYONE, Access, Caller, check_tier
 from services.gateway.admission import Admission
-from services.gateway.bodies import Incoming, PromptBounds, Reduce, is_large
+from services.gateway.bodies import BodyReader, ChatPrompt, Incoming, Prompt, PromptBounds, Reduced, is_large
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import InvalidRequest, Unavailable
 from services.gateway.front import FrontDesk
@@ -20,19 +20,21 @@ from services.gateway.generation import (
     Generation,
     Pipeline,
     Structure,
-    check_length,
-    check_prompt,
     read_sampling,
 )
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel, Via
 from services.gateway.settings import Disaggregation, GatewaySettings
 from services.gateway.text import CheckedIds, TooManyTokens, UnreadText
-from services.gateway.untrusted import TemplateOptions
+from services.gateway.untrusted import ChatTemplate
 from services.gateway.workers import WorkerPool
 from tandem.registry import LiveWorker, ModelKey, Role
 from tandem.sampling import SamplingParams
 from tandem.store import Store
+
+B = TypeVar("B")
+# Makes of a large body what is left of it, in a helper process.
+Reduce = Callable[[bytes, PromptBounds, ChatTemplate | None], Reduced]
 
 
 @dataclass(slots=True)
@@ -151,12 +153,12 @@ class LLM:
             made = iter(await self.model.tokenizer.encode_each(texts))
         return [next(made) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    async def render_chat(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
+    async def render_chat(self, chat: ChatPrompt) -> str:
         """
         Raises:
             GatewayError: as `ModelHelper.render`.
         """
-        return await self.model.helper.render(self.model.chat_template, messages, options, self.bounds)
+        return await self.model.helper.render(self.model.chat_template, chat, self.bounds)
 
     @property
     def bounds(self) -> PromptBounds:
@@ -175,24 +177,53 @@ class LLM:
         grammar = await self.front.grammars.grammar_for(structure, caller)
         return replace(found, grammar=grammar) if grammar else found
 
-    async def incoming(self, reduce: Reduce, body: bytes, caller: str) -> Incoming:
-        """A large body comes as `reduced`, another as it is.
+    async def read(self, reader: BodyReader[B], data: bytes, owner: str) -> Incoming[B]:
+        """Read a body; one that is large in the helper process, where owners take turns.
 
         Raises:
             GatewayError
         """
-        return await self.reduced(reduce, body, caller) if is_large(body) else Incoming(body)
+        if not is_large(data):  # as nearly all are
+            return Incoming(reader, reader.parse(data), owner)
+        return await self.read_large(reader, data, owner)
 
-    async def reduced(self, reduce: Reduce, body: bytes, caller: str) -> Incoming:
-        """Take over what the helper process has made of a large body.
+    async def read_large(self, reader: BodyReader[B], data: bytes, owner: str) -> Incoming[B]:
+        """
+        Raises:
+            GatewayError
+        """
+        reduced = await self.reduced(reader.reduce, data, owner)
+        return Incoming(reader, reader.parse(reduced.fields), owner, reduced)
 
-        Args:
-            caller: callers take turns there.
+    async def reduced(self, reduce: Reduce, data: bytes, owner: str) -> Reduced:
+        """Take over what the helper process makes of a large body.
 
         Raises:
             GatewayError
         """
-        return await self.front.bodies.read(reduce, body, self.bounds, self.model.chat_template, caller=caller)
+        return await self.front.bodies.read(reduce, data, self.bounds, self.model.chat_template, caller=owner)
+
+    def prompts_in(self, body: Incoming[Any]) -> Sequence[Prompt]:
+        """
+        Raises:
+            InvalidRequest
+        """
+        said = body.prompts(self.bounds, self.model.chat_template)
+        assert not isinstance(said, ChatPrompt)
+        return said
+
+    async def text_of(self, body: Incoming[Any]) -> str:
+        """Return the one prompt of a body, which is a text or a chat.
+
+        Raises:
+            GatewayError
+        """
+        said = body.prompts(self.bounds, self.model.chat_template)
+        if isinstance(said, ChatPrompt):
+            return await self.render_chat(said)
+        (text,) = said
+        assert isinstance(text, str)
+        return text
 
     def answer(self, request: Generation, param: str) -> Answer:
         """Nothing is sent to a worker before the answer's deltas are asked for.
@@ -212,16 +243,16 @@ class LLM:
         self.metrics.of_fingerprint(self.key.fingerprint).inc()
         if via := request.model.via:
             front.metrics.alias(via.alias, via.model, "fallback" if via.lacking else "weight")
-        longest = self.max_model_len
+        bounds = self.bounds
         for prompt in request.prompts:
-            check_length(prompt, request.given.get("max_tokens"), longest, param)
+            bounds.check_length(prompt, request.given.get("max_tokens"), param)
             check_tier(request.client.tier, len(prompt), request.given.get("max_tokens"), param)
             if not isinstance(prompt, CheckedIds):
-                check_prompt(prompt, self.vocab_size, param)
+                bounds.check_ids(prompt, param)
         seed = request.given.get("seed")
         return Answer(
             request, self.pipeline, front.allowances, front.running,
-            max_model_len=longest, seed=front.seeds.getrandbits(63) if seed is None else seed,
+            max_model_len=bounds.tokens, seed=front.seeds.getrandbits(63) if seed is None else seed,
         )  # fmt: skip
 
     def readiness(self) -> tuple[Counter[str], list[str]]:

@@ -13,7 +13,6 @@ from grpc import StatusCode
 from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
-from services.gateway.bodies import LARGE
 from services.gateway.text import Tokenizer
 from tests.fuzzing import collected
 from tests.gateway.peers import MODEL, Peers, embedding_of
@@ -48,13 +47,6 @@ async def test_dimensions_go_to_the_worker(client: AsyncOpenAI, peers: Peers) ->
     answer = await client.embeddings.create(model=MODEL, input=TEXTS[0], dimensions=2)
     assert len(answer.data[0].embedding) == 2
     assert [spec.embedding.dimensions for spec in peers.prefill.seen] == [2]
-
-
-async def test_a_large_body_is_read_elsewhere(http: httpx.AsyncClient, peers: Peers) -> None:
-    body = {"model": MODEL, "input": [[5, 6, 7]] * 8, "padding": "x" * LARGE}
-    answer = await http.post("/v1/embeddings", json=body)
-    assert answer.status_code == 200, answer.text
-    assert [item["embedding"] for item in answer.json()["data"]] == [embedding_of([5, 6, 7])] * 8
 
 
 @pytest.mark.parametrize(

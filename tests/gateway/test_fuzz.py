@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from services.gateway import Gateway
 from services.gateway.errors import InvalidRequest
-from services.gateway.http.messages import reduce_messages
+from services.gateway.http.messages import COUNTED
 from tandem.v1 import llm_pb2
 from tests.fuzzing import collected
 from tests.gateway.conftest import eventually, with_settings
@@ -213,7 +213,7 @@ async def test_bodies_of_anthropics_messages(gateway: Gateway, http: httpx.Async
             said = answer.headers["content-type"].startswith("application/json") and answer.json()
             assert answer.status_code == 200 or said["type"] == "error", body
         with contextlib.suppress(InvalidRequest):
-            reduce_messages(body, gateway.front.llm_of(None).bounds, gateway.front.llm_of(None).model.chat_template)
+            COUNTED.reduce(body, gateway.front.llm_of(None).bounds, gateway.front.llm_of(None).model.chat_template)
     assert [body for status, body in seen if status >= 500] == []
     assert {status for status, _ in seen} >= {200, 400}
     await eventually(lambda: gateway.front.readiness()[0])

@@ -16,8 +16,7 @@ from openai import AsyncOpenAI
 
 from services.gateway import Gateway
 from services.gateway.generation import Answer, read_sampling
-from services.gateway.http import large
-from services.gateway.http.completions import read_completion
+from services.gateway.http.completions import COMPLETION, read_completion
 from services.gateway.http.endpoint import GenerateEndpoint
 from services.gateway.model import ServedModel
 from services.gateway.text import Tokenizer
@@ -344,7 +343,7 @@ async def test_a_client_that_reads_slowly_misses_nothing(
         if len(sent) > 3:
             await reads.wait()
 
-    app = GenerateEndpoint(gateway.front, read_completion, large.completion, lambda: 0.0)
+    app = GenerateEndpoint(gateway.front, read_completion, COMPLETION, lambda: 0.0)
     answering = asyncio.create_task(app({"headers": [], "http_version": "1.1"}, received.get, send))
     await eventually(lambda: len(sent) >= 4 and not peers.decode.held)
     assert len(sent) == 4

@@ -11,7 +11,7 @@ import pytest
 
 from services.gateway import Gateway
 from services.gateway.bodies import PromptBounds
-from services.gateway.http.messages import MessagesBody, reduce_messages
+from services.gateway.http.messages import MESSAGES, MessagesBody
 from services.gateway.http.messages.schema import asks_to_cache
 from services.gateway.http.schema import validated
 from services.gateway.text import Tokenizer
@@ -189,8 +189,8 @@ async def test_system_messages_stand_where_the_template_takes_them(
 def prompt_of(chat_template: ChatTemplate | None, body: dict[str, Any]) -> str:
     """The prompt that the helper process makes of it, which reads large bodies."""
     bounds = PromptBounds(prompts=8, tokens=131_072, characters=10**6, vocab_size=1000)
-    text = reduce_messages(json.dumps(ASKED | body).encode(), bounds, chat_template).text
-    assert text is not None
+    (text,) = MESSAGES.reduce(json.dumps(ASKED | body).encode(), bounds, chat_template).prompts
+    assert isinstance(text, str)
     return text
 
 

@@ -19,12 +19,9 @@ from services.gateway.generation.pipeline import Pipeline
 from services.gateway.generation.record import RequestRecords, record_refused
 from services.gateway.generation.request import (
     Generation,
-    check_length,
-    check_prompt,
     check_salt,
     read_sampling,
     read_speculative,
-    truncated,
 )
 from services.gateway.generation.structured import Structure, held_to, read_response_format, read_structure
 from services.gateway.generation.suspicion import Deaths
@@ -46,8 +43,6 @@ __all__ = [
     "Pipeline",
     "RequestRecords",
     "Structure",
-    "check_length",
-    "check_prompt",
     "check_salt",
     "held_to",
     "read_response_format",
@@ -56,5 +51,4 @@ __all__ = [
     "read_structure",
     "record_refused",
     "tracing",
-    "truncated",
 ]

@@ -17,14 +17,13 @@ from services.gateway.access import ANYONE, Caller
 from services.gateway.admission import NO_TARGETS, Targets
 from services.gateway.errors import InvalidRequest
 from services.gateway.model import ServedModel
-from services.gateway.text import CheckedIds, UnreadText
+from services.gateway.text import UnreadText
 from services.gateway.tools import ReadingPlan
 from tandem.sampling import INTERNAL, InvalidParameter, SamplingParams, check_token_ids
 from tandem.speculative import Speculative
 from tandem.v1 import worker_pb2
 
 MAX_SALT_LENGTH = 256
-MAX_KEPT = 2**31 - 1  # tokens of a prompt that is truncated
 
 
 @dataclass(slots=True, eq=False)  # not frozen, which is slow to make
@@ -156,22 +155,6 @@ async def _spellings(words: Sequence[str], model: ServedModel) -> Sequence[tuple
         raise InvalidRequest(f"bad_words: {error}", "bad_words", "tokenizer_failed") from None
 
 
-def truncated(prompt: Sequence[int], keep: int | None) -> Sequence[int]:
-    """Its last `keep` tokens; all of it where that is None.
-
-    Raises:
-        InvalidRequest
-    """
-    if keep is None:
-        return prompt
-    if not 1 <= keep <= MAX_KEPT:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens must be between 1 and {MAX_KEPT}, got {keep}", "truncate_prompt_tokens"
-        )
-    kept = prompt[-keep:]
-    return CheckedIds("I", kept) if isinstance(prompt, CheckedIds) else kept
-
-
 def read_speculative(method: str, num_tokens: int | None) -> Speculative:
     """
     Raises:
@@ -185,17 +168,6 @@ def read_speculative(method: str, num_tokens: int | None) -> Speculative:
     return speculative
 
 
-def check_prompt(prompt: Sequence[int], vocab_size: int, param: str) -> None:
-    """
-    Raises:
-        InvalidRequest: a token of the prompt is not in the vocabulary.
-    """
-    try:
-        check_token_ids(param, prompt, vocab_size)
-    except InvalidParameter as error:
-        raise InvalidRequest(str(error), param) from None
-
-
 def check_salt(salt: str) -> str:
     """
     Raises:
@@ -206,19 +178,3 @@ def check_salt(salt: str) -> str:
             f"cache_salt must have at most {MAX_SALT_LENGTH} characters, got {len(salt)}", "cache_salt"
         )
     return salt
-
-
-def check_length(prompt: Sequence[int], max_tokens: int | None, max_model_len: int, param: str) -> None:
-    """
-    Raises:
-        InvalidRequest: the prompt is empty, or it and the answer do not fit the model's context.
-    """
-    if not prompt:
-        raise InvalidRequest(f"{param} must not be empty", param)
-    wanted = len(prompt) + (max_tokens or 1)
-    if wanted > max_model_len:
-        answer = f"{max_tokens} tokens of answer" if max_tokens else "at least 1 token of answer"
-        raise InvalidRequest(
-            f"this model's maximum context length is {max_model_len} tokens, but the request needs {wanted}: "
-            f"{len(prompt)} of {param} and {answer}", param, "context_length_exceeded",
-        )  # fmt: skip

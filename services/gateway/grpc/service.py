@@ -16,26 +16,18 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from opentelemetry import context as otel_context
 
+from services.gateway.access import Caller
 from services.gateway.admission import PriorityClass, targets_of
+from services.gateway.bodies import Incoming, truncated
 from services.gateway.deadlines import STALLED_S
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut
 from services.gateway.front import FrontDesk
-from services.gateway.generation import Answer, Generation, check_salt, held_to, truncated
-from services.gateway.grpc import large_messages
-from services.gateway.grpc.large_messages import has_many_parts, unless_large
-from services.gateway.grpc.messages import (
-    choice_of,
-    messages_of,
-    options_of,
-    response_of,
-    speculative_of,
-    structure_of,
-    tools_of,
-)
+from services.gateway.generation import Answer, Generation, check_salt, held_to
+from services.gateway.grpc.messages import choice_of, response_of, speculative_of, structure_of, tools_of
+from services.gateway.grpc.reader import STREAMED, UNARY, chat_in, has_many_parts, unless_large
 from services.gateway.http import pings
 from services.gateway.llm import LLM
-from services.gateway.model import SESSION, budget_of
-from services.gateway.text import CheckedIds
+from services.gateway.model import SESSION, ServedModel, budget_of
 from services.gateway.tools import ReadingPlan, ToolUse, plan_reading
 from tandem import rpc
 from tandem.registry import ModelStatus
@@ -149,12 +141,12 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         try:
             await self._front.intake.begin()
             if isinstance(request, bytes):
-                llm, request, prompt = await self._reduced(request, context, head, within)
-                generation, param = await self._read(llm, request, prompt, context, arrived)
+                llm, body = await self._reduced(request, context, head, within)
+                request = body.body
             else:
-                llm = await self._found(request, context, head)
-                generation, param = await self._read(llm, request, None, context, arrived)
-            return llm.answer(generation, param)
+                llm, body = await self._found(request, context, head), Incoming(STREAMED, request)
+            generation = await self._read(llm, body, context, arrived)
+            return llm.answer(generation, body.reader.param(body.body))
         except GatewayError as error:
             named = "" if isinstance(request, bytes) else request.request_id[:128]
             self._front.refuse(_metadata(context), named or self._front.new_id(), error, arrived)
@@ -176,7 +168,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
 
     async def _reduced(
         self, data: bytes, context: Context, head: _Head, within: bool
-    ) -> tuple[LLM, llm_pb2.GenerateRequest, str | CheckedIds]:
+    ) -> tuple[LLM, Incoming[llm_pb2.GenerateRequest]]:
         """
         Raises:
             GatewayError
@@ -187,30 +179,27 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         deadline = self._front.deadline(_left(context), "grpc-timeout")
         try:
             with self._front.deadlines.until(deadline):
-                reduce = large_messages.unary if within else large_messages.streamed
-                asked_in = large_messages.asked_in_unary if within else large_messages.asked_in_streamed
+                reader = UNARY if within else STREAMED
 
                 async def find(user: str) -> LLM:
-                    return await self._front.llm_for(data, tenant, user or metadata.get(SESSION, ""), asked_in)
+                    own = user or metadata.get(SESSION, "")
+                    return await self._front.llm_for(data, tenant, own, reader.model_asked)
 
                 llm = await self._front.once_awake(find, client, deadline, head.tell)
-                found = await llm.reduced(reduce, data, tenant)
+                return llm, await llm.read_large(reader, data, tenant)
         except TimeoutError:
             raise TimedOut("the request's deadline passed while it was read") from None
-        (prompt,) = found.checked()
-        return llm, llm_pb2.GenerateRequest.FromString(found.fields), prompt
 
     async def _read(
-        self, llm: LLM, request: llm_pb2.GenerateRequest, read: str | CheckedIds | None, context: Context,
-        arrived: float,
-    ) -> tuple[Generation, str]:  # fmt: skip
-        """`read`: the prompt, where it was taken out of the request."""
-        metadata = _metadata(context)
+        self, llm: LLM, incoming: Incoming[llm_pb2.GenerateRequest], context: Context, arrived: float
+    ) -> Generation:
+        """
+        Raises:
+            GatewayError
+        """
+        request, metadata = incoming.body, _metadata(context)
         client = llm.access.authenticate(metadata)
-        if not request.model:
-            raise InvalidRequest("model is required", "model")
-        model = llm.served(request.model, client)
-        llm.bounds.check_choices(1, request.n or 1)
+        model = _served(llm, request, client)
         use, priority = tools_of(request), _priority_of(request)
         deadline = llm.front.deadline(left := _left(context), "grpc-timeout")
         tenant = llm.access.tenant(client, metadata, request.tenant, "tenant")
@@ -218,10 +207,10 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         targets = targets_of(metadata, priority, llm.settings, inf if left is None else deadline)
         llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"), targets)
         salt = llm.access.cache_salt(tenant, check_salt(request.cache_salt))
-        prompt, param, reading = await _prompt(llm, request, read, use, salt)
+        prompt, reading = await _prompt(llm, incoming, use, salt)
         structure = held_to(use, structure_of(request.structured_outputs), reading, model.tokenizer)
-        generation = Generation(
-            operation="chat" if param == "messages" else "text_completion",
+        return Generation(
+            operation="chat" if incoming.reader.param(request) == "messages" else "text_completion",
             request_id=request.request_id[:128] or llm.new_id(),
             model=model,
             prompts=[truncated(prompt, request.truncate_prompt_tokens or None)],
@@ -239,25 +228,35 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             reading=reading,
             parent=otel_context.get_current(),
         )
-        return generation, param
 
 
 async def _prompt(
-    llm: LLM, request: llm_pb2.GenerateRequest, read: str | CheckedIds | None, use: ToolUse | None, salt: str
-) -> tuple[Sequence[int], str, ReadingPlan | None]:
-    match request.WhichOneof("input"):
-        case "prompt":
-            text = read if isinstance(read, str) else request.prompt
-            return await llm.encode(text, "prompt"), "prompt", None
-        case "token_ids":
-            ids = read if isinstance(read, CheckedIds) else list(request.token_ids.ids)
-            return ids, "token_ids", None
-        case "messages":
-            if not isinstance(read, str):
-                read = await llm.render_chat(messages_of(request.messages), options_of(request.messages, use))
-            reading = plan_reading(llm.model.thoughts, llm.model.calls, use, read)
-            return await llm.encode_chat(read, salt), "messages", reading
-    raise InvalidRequest("one of prompt, messages or token_ids is required", "prompt")
+    llm: LLM, incoming: Incoming[llm_pb2.GenerateRequest], use: ToolUse | None, salt: str
+) -> tuple[Sequence[int], ReadingPlan | None]:
+    """
+    Raises:
+        GatewayError
+    """
+    request = incoming.body
+    if request.WhichOneof("input") != "messages":
+        (said,) = llm.prompts_in(incoming)
+        return await llm.encode(said, "prompt") if isinstance(said, str) else said, None
+    text = incoming.text
+    if text is None:
+        text = await llm.render_chat(chat_in(request, use))
+    reading = plan_reading(llm.model.thoughts, llm.model.calls, use, text)
+    return await llm.encode_chat(text, salt), reading
+
+
+def _served(llm: LLM, request: llm_pb2.GenerateRequest, client: Caller) -> ServedModel:
+    """
+    Raises:
+        GatewayError
+    """
+    if not request.model:
+        raise InvalidRequest("model is required", "model")
+    llm.bounds.check_choices(1, request.n or 1)
+    return llm.served(request.model, client)
 
 
 def _priority_of(request: llm_pb2.GenerateRequest) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -13,45 +13,45 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
+from services.gateway.bodies import BodyReader
 from services.gateway.console import Console, add_console
 from services.gateway.errors import GatewayError, Internal, InvalidRequest, NotUpgraded, unexpected
 from services.gateway.front import FrontDesk
-from services.gateway.http import large
 from services.gateway.http.adapters import load_adapter, unload_adapter
-from services.gateway.http.chat import read_chat
-from services.gateway.http.completions import read_completion
+from services.gateway.http.chat import CHAT, read_chat
+from services.gateway.http.completions import COMPLETION, read_completion
 from services.gateway.http.dialect import OPENAI, RESPONSES
-from services.gateway.http.embeddings import read_embeddings
-from services.gateway.http.endpoint import AdminEndpoint, GenerateEndpoint, TextEndpoint
+from services.gateway.http.embeddings import EMBEDDING, read_embeddings
+from services.gateway.http.endpoint import AdminEndpoint, GenerateEndpoint, ReadBody, RespondTo, TextEndpoint
 from services.gateway.http.exchange import request_id_of
-from services.gateway.http.messages import Anthropic, count_tokens, read_messages_body, reduce_messages
+from services.gateway.http.messages import COUNTED, MESSAGES, Anthropic, count_tokens, read_messages_body
 from services.gateway.http.models import add_models
 from services.gateway.http.openapi import DescribedApp
 from services.gateway.http.pages import add_pages
-from services.gateway.http.responses import count_input, kept_routes, names_no_kept, read_response, reduce_response
+from services.gateway.http.responses import RESPONSE, count_input, kept_routes, names_no_kept, read_response
 from services.gateway.http.running_settings import SettingsEndpoint
-from services.gateway.http.scores import read_rerank, read_score
+from services.gateway.http.scores import RERANK, SCORE, read_rerank, read_score
 from services.gateway.http.targets import scrape_targets
-from services.gateway.http.tokenize import detokenize, tokenize
+from services.gateway.http.tokenize import DETOKENIZE, TOKENIZE, detokenize, tokenize
 from services.gateway.settings import GatewaySettings
 from services.gateway.traces import RecentRequests
 from tandem import __version__
 from tandem.process import Look, RunningSettings, lasting
 
 log = structlog.get_logger(__name__)
-MESSAGES = "/v1/messages"
-GENERATING = (
-    ("/v1/chat/completions", read_chat, large.chat),
-    ("/v1/completions", read_completion, large.completion),
-    ("/v1/responses", read_response, reduce_response),
-    ("/v1/embeddings", read_embeddings, large.embeddings),
-    ("/v1/score", read_score, large.score),
-    ("/v1/rerank", read_rerank, large.rerank),
+MESSAGES_PATH = "/v1/messages"
+GENERATING: Sequence[tuple[str, ReadBody, BodyReader[Any]]] = (
+    ("/v1/chat/completions", read_chat, CHAT),
+    ("/v1/completions", read_completion, COMPLETION),
+    ("/v1/responses", read_response, RESPONSE),
+    ("/v1/embeddings", read_embeddings, EMBEDDING),
+    ("/v1/score", read_score, SCORE),
+    ("/v1/rerank", read_rerank, RERANK),
 )
-OF_TEXT = (
-    ("/v1/responses/input_tokens", count_input, reduce_response),
-    ("/tokenize", tokenize, large.tokenize),
-    ("/detokenize", detokenize, large.detokenize),
+OF_TEXT: Sequence[tuple[str, RespondTo, BodyReader[Any]]] = (
+    ("/v1/responses/input_tokens", count_input, RESPONSE),
+    ("/tokenize", tokenize, TOKENIZE),
+    ("/detokenize", detokenize, DETOKENIZE),
 )
 
 
@@ -70,16 +70,16 @@ def build_app(
         title="Tandem", version=__version__, docs_url=None, redoc_url=None, telemetry=plain, redirect_slashes=False
     )  # fmt: skip
     cors = cors_of(front.settings)
-    for path, read, reduce in GENERATING:
+    for path, read, reader in GENERATING:
         dialect = RESPONSES if read is read_response else OPENAI
-        endpoint = GenerateEndpoint(front, read, reduce, wall).speaking(dialect)
+        endpoint = GenerateEndpoint(front, read, reader, wall).speaking(dialect)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
     anthropic = Anthropic(wall)
     _add_messages(app, front, wall, cors, anthropic)
     _refuse_upgrade(app)
-    for path, respond, reduce in OF_TEXT:
-        app.router.routes.append(Route(path, TextEndpoint(front, respond, reduce), methods=["POST"]))
+    for path, respond, reader in OF_TEXT:
+        app.router.routes.append(Route(path, TextEndpoint(front, respond, reader), methods=["POST"]))
     app.router.routes.extend(kept_routes(front, wall))
     _add_admin(app, front, running)
     _add_errors(app, front, anthropic)
@@ -98,9 +98,9 @@ def _add_messages(
     app: DescribedApp, front: FrontDesk, wall: Callable[[], float], cors: Mapping[str, Any], anthropic: Anthropic
 ) -> None:
     """Anthropic's, in its words to the last error."""
-    create = GenerateEndpoint(front, read_messages_body, reduce_messages, wall).speaking(anthropic)
-    count = TextEndpoint(front, count_tokens, reduce_messages).speaking(anthropic)
-    for path, endpoint in ((MESSAGES, create), (f"{MESSAGES}/count_tokens", count)):
+    create = GenerateEndpoint(front, read_messages_body, MESSAGES, wall).speaking(anthropic)
+    count = TextEndpoint(front, count_tokens, COUNTED).speaking(anthropic)
+    for path, endpoint in ((MESSAGES_PATH, create), (f"{MESSAGES_PATH}/count_tokens", count)):
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
 
@@ -188,7 +188,7 @@ def _add_traces(app: FastAPI, front: FrontDesk, traces: RecentRequests) -> None:
 def _add_errors(app: FastAPI, front: FrontDesk, anthropic: Anthropic) -> None:
     def respond(request: Request, error: GatewayError, status: int, headers: Mapping[str, str]) -> JSONResponse:
         path = request.url.path
-        dialect = anthropic if path == MESSAGES or path.startswith(f"{MESSAGES}/") else OPENAI
+        dialect = anthropic if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/") else OPENAI
         request_id = request_id_of(request.headers, front.new_id)
         named = {dialect.id_header: request_id, **dialect.headers(headers)}
         return JSONResponse(dialect.body(error, request_id, status), status, headers=named)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from services.gateway.bodies import Incoming
+from services.gateway.bodies import ChatPrompt, Incoming, PromptBounds, truncated
 from services.gateway.errors import InvalidRequest
-from services.gateway.generation import Delta, check_salt, held_to, truncated
+from services.gateway.generation import Delta, check_salt, held_to
 from services.gateway.http import schema
 from services.gateway.http.format import CheckTurn, Format, Made, Name, ParsedBody, namer, structure_of
 from services.gateway.http.functions import with_tools
@@ -25,7 +25,7 @@ from services.gateway.tools import (
     read_call,
     read_tools,
 )
-from services.gateway.untrusted import ROLES, TemplateOptions
+from services.gateway.untrusted import ROLES, ChatTemplate, TemplateOptions
 from tandem.v1 import llm_pb2
 
 # What a chat calls sampling parameters.
@@ -35,12 +35,25 @@ NAMES = {"logprobs": "top_logprobs", "max_tokens": "max_completion_tokens"}
 Content: TypeAlias = "str | list[Mapping[str, str]]"
 
 
-async def read_chat(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
+class ChatReader(schema.JsonReader[schema.ChatBody]):
+    field, taken = "messages", list[schema.ChatMessage]()
+
+    def parse(self, data: bytes) -> schema.ChatBody:
+        return schema.read(schema.ChatBody, data)
+
+    def prompts(self, body: schema.ChatBody, bounds: PromptBounds, template: ChatTemplate | None) -> ChatPrompt:
+        return chat_in(body, read_tools(body.tools, body.tool_choice, body.parallel_tool_calls))
+
+
+CHAT = ChatReader()
+
+
+async def read_chat(llm: LLM, body: Incoming[schema.ChatBody], check_turn: CheckTurn) -> ParsedBody:
     """
     Raises:
         GatewayError
     """
-    found, given = schema.read(schema.ChatBody, body.fields)
+    found, given = body.body, schema.given_in(body.body, schema.ChatBody)
     names = NAMES if found.max_completion_tokens is not None else {"logprobs": NAMES["logprobs"]}
     return await parse_chat(llm, found, given, body.text, check_turn, names=names)
 
@@ -62,7 +75,7 @@ async def parse_chat(
     caller = check_turn(found, found.max_completion_tokens or given.get("max_tokens"))
     use = read_tools(found.tools, found.tool_choice, found.parallel_tool_calls)
     if prompt is None:
-        prompt = await llm.render_chat(read_messages(found.messages), template_options(found, use))
+        prompt = await llm.render_chat(chat_in(found, use))
     reading = plan_reading(llm.model.thoughts, llm.model.calls, use, prompt)
     if (logprobs := _logprobs(found)) is not None:
         given["logprobs"] = logprobs
@@ -184,17 +197,22 @@ class ChatFormat(Format):
         return {"token": self._name(token_id), "logprob": logprob, "bytes": list(data)}
 
 
-def template_options(body: schema.ChatBody | schema.TokenizeBody, use: ToolUse | None) -> TemplateOptions:
+def chat_in(body: schema.ChatBody | schema.TokenizeBody, use: ToolUse | None) -> ChatPrompt:
+    """
+    Raises:
+        InvalidRequest
+    """
     opened = body.add_generation_prompt
-    return TemplateOptions(
+    options = TemplateOptions(
         add_generation_prompt=not body.continue_final_message if opened is None else opened,
         continue_final_message=bool(body.continue_final_message),
         variables=template_variables(body.chat_template_kwargs, body.reasoning_effort),
         tools=use.tools if use else (),
     )
+    return ChatPrompt(_messages(body.messages or ()), options)
 
 
-def read_messages(said: Sequence[schema.ChatMessage]) -> list[Mapping[str, Any]]:
+def _messages(said: Sequence[schema.ChatMessage]) -> list[Mapping[str, Any]]:
     """
     Raises:
         InvalidRequest

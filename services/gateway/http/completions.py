@@ -7,25 +7,43 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from services.gateway.bodies import Incoming
+from services.gateway.bodies import Incoming, Prompt, PromptBounds, truncated
 from services.gateway.errors import InvalidRequest
-from services.gateway.generation import Delta, truncated
+from services.gateway.generation import Delta
 from services.gateway.http import schema
 from services.gateway.http.format import CheckTurn, Format, Made, Name, ParsedBody, namer, structure_of
 from services.gateway.llm import LLM
 from services.gateway.text import Tokenizer
+from services.gateway.untrusted import ChatTemplate
 from tandem.v1 import llm_pb2
 
 # As OpenAI has it; an answer in a chat may be as long as the context allows.
 DEFAULT_MAX_TOKENS = 16
 
 
-async def read_completion(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
+class CompletionReader(schema.JsonReader[schema.CompletionBody]):
+    field = "prompt"
+
+    def parse(self, data: bytes) -> schema.CompletionBody:
+        return schema.read(schema.CompletionBody, data)
+
+    def prompts(
+        self, body: schema.CompletionBody, bounds: PromptBounds, template: ChatTemplate | None
+    ) -> Sequence[Prompt]:
+        said = prompts_of(body.prompt)
+        bounds.check_choices(len(said), 1)
+        return cut(said, body.truncate_prompt_tokens)
+
+
+COMPLETION = CompletionReader()
+
+
+async def read_completion(llm: LLM, body: Incoming[schema.CompletionBody], check_turn: CheckTurn) -> ParsedBody:
     """
     Raises:
         GatewayError
     """
-    found, given = schema.read(schema.CompletionBody, body.fields)
+    found, given = body.body, schema.given_in(body.body, schema.CompletionBody)
     given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
     caller = check_turn(found, given["max_tokens"])
     with_logprobs, n = bool({"logprobs", "logprob_token_ids"} & given.keys()), _choices(found)
@@ -35,7 +53,7 @@ async def read_completion(llm: LLM, body: Incoming, check_turn: CheckTurn) -> Pa
     if n > (found.n or 1):
         given.setdefault("logprobs", 0)  # to rank by
     sampling = await llm.sampling(given, {}, structure_of(found), caller)
-    said = prompts_of(found.prompt) if body.prompts is None else body.checked()
+    said = llm.prompts_in(body)
     llm.bounds.check_choices(len(said), n)
     prompts = [truncated(prompt, found.truncate_prompt_tokens) for prompt in await llm.encode_each(said, "prompt")]
     tokenizer = llm.model.tokenizer
@@ -139,7 +157,16 @@ def _choices(body: schema.CompletionBody) -> int:
     return best_of
 
 
-def prompts_of(prompt: Any, param: str = "prompt") -> Sequence[str | Sequence[int]]:
+def cut(prompts: Sequence[Prompt], keep: int | None) -> Sequence[Prompt]:
+    """Return token ids as `truncated`; texts as they are, for their tokens are not known yet.
+
+    Raises:
+        InvalidRequest
+    """
+    return [prompt if isinstance(prompt, str) else truncated(prompt, keep) for prompt in prompts]
+
+
+def prompts_of(prompt: Any, param: str = "prompt") -> Sequence[Prompt]:
     """One prompt or several, each text or token ids.
 
     Raises:

@@ -9,35 +9,49 @@ from dataclasses import replace
 from struct import pack
 from typing import Any
 
-from services.gateway.bodies import Incoming, PromptBounds
+from services.gateway.bodies import Incoming, Prompt, PromptBounds, truncated
 from services.gateway.errors import InvalidRequest
-from services.gateway.generation import Answer, Delta, truncated
+from services.gateway.generation import Answer, Delta
 from services.gateway.http import schema
-from services.gateway.http.completions import prompts_of
+from services.gateway.http.completions import cut, prompts_of
 from services.gateway.http.format import CheckTurn, Framing, ParsedBody, usage
 from services.gateway.llm import LLM
+from services.gateway.untrusted import ChatTemplate
 
 ENCODINGS = ("float", "base64")
 MOST_DIMENSIONS = 2**16
 
 
-async def read_embeddings(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
+class EmbeddingReader(schema.JsonReader[schema.EmbeddingBody]):
+    field = "input"
+
+    def parse(self, data: bytes) -> schema.EmbeddingBody:
+        found = schema.validated(schema.EmbeddingBody, data)
+        _check(found)
+        return found
+
+    def prompts(
+        self, body: schema.EmbeddingBody, bounds: PromptBounds, template: ChatTemplate | None
+    ) -> Sequence[Prompt]:
+        said = prompts_of(body.input, "input")
+        check_count(len(said), bounds, "input")
+        return cut(said, body.truncate_prompt_tokens)
+
+
+EMBEDDING = EmbeddingReader()
+
+
+async def read_embeddings(llm: LLM, body: Incoming[schema.EmbeddingBody], check_turn: CheckTurn) -> ParsedBody:
     """
     Raises:
         GatewayError
     """
-    found = schema.validated(schema.EmbeddingBody, body.fields)
-    check_embeddings(found)
-    caller = check_turn(found, 0)
-    said = inputs_of(found, llm.bounds) if body.prompts is None else body.checked()
-    return replace(
-        await pooled(llm, found, said, caller, "input"), dimensions=found.dimensions or 0, envelope=EmbeddingFrame
-    )
+    caller = check_turn(found := body.body, 0)
+    parsed = await pooled(llm, found, llm.prompts_in(body), caller, "input")
+    return replace(parsed, dimensions=found.dimensions or 0, envelope=EmbeddingFrame)
 
 
-async def pooled(
-    llm: LLM, found: schema.GenerationBody, said: Sequence[str | Sequence[int]], caller: str, param: str
-) -> ParsedBody:
+async def pooled(llm: LLM, found: schema.GenerationBody, said: Sequence[Prompt], caller: str, param: str) -> ParsedBody:
     """A vector of each of `said`; who asks for it adds the words.
 
     Raises:
@@ -59,7 +73,7 @@ async def pooled(
     )
 
 
-def check_embeddings(body: schema.EmbeddingBody) -> None:
+def _check(body: schema.EmbeddingBody) -> None:
     """
     Raises:
         InvalidRequest
@@ -80,16 +94,6 @@ def refuse_answers(body: schema.GenerationBody) -> None:
     for name in schema.OF_ANSWERS:
         if getattr(body, name) not in (None, False):
             raise InvalidRequest(f"{name} is of answers, and none is written here", name)
-
-
-def inputs_of(body: schema.EmbeddingBody, bounds: PromptBounds) -> Sequence[str | Sequence[int]]:
-    """
-    Raises:
-        InvalidRequest
-    """
-    said = prompts_of(body.input, "input")
-    check_count(len(said), bounds, "input")
-    return said
 
 
 def check_count(count: int, bounds: PromptBounds, param: str) -> None:

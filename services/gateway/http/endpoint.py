@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.access import Caller
 from services.gateway.admission import NO_TARGETS, priority_of, targets_of
-from services.gateway.bodies import Incoming, Reduce, is_large
+from services.gateway.bodies import BodyReader, Incoming
 from services.gateway.deadlines import STALLED_S
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, Unavailable, unexpected
 from services.gateway.front import FrontDesk
@@ -50,6 +50,8 @@ from tandem.garbage import let_go
 
 log = structlog.get_logger(__name__)
 ADMIN_BYTES = 64 * 1024
+ReadBody = Callable[[LLM, Incoming[Any], CheckTurn], Awaitable[ParsedBody]]
+RespondTo = Callable[[LLM, Incoming[Any], Caller], Awaitable[Any]]
 
 
 class Endpoint(ABC):
@@ -107,11 +109,9 @@ class AdminEndpoint(Endpoint):
 class TextEndpoint(Endpoint):
     """One body in, one out, nothing of the cluster asked for: of the gateway itself, in turns."""
 
-    def __init__(
-        self, front: FrontDesk, respond: Callable[[LLM, Incoming, Caller], Awaitable[Any]], reduce: Reduce
-    ) -> None:
+    def __init__(self, front: FrontDesk, respond: RespondTo, reader: BodyReader[Any]) -> None:
         super().__init__(front)
-        self._respond, self._reduce = respond, reduce
+        self._respond, self._reader = respond, reader
 
     async def _serve(self, exchange: Exchange) -> None:
         front = self._front
@@ -127,8 +127,7 @@ class TextEndpoint(Endpoint):
                     """Not in its turn while a model is woken."""
                     async with front.text_turns.turn(tenant, len(body), deadline):
                         llm = await front.llm_for(body, tenant, user or exchange.headers.get(SESSION, ""))
-                        incoming = await llm.incoming(self._reduce, body, tenant)
-                        return await self._respond(llm, replace(incoming, owner=tenant), client)
+                        return await self._respond(llm, await llm.read(self._reader, body, tenant), client)
 
                 async with counted as headers:
                     answer = await front.once_awake(respond, client, deadline, Waking(exchange).tell)
@@ -143,12 +142,12 @@ class GenerateEndpoint(Endpoint):
     def __init__(
         self,
         front: FrontDesk,
-        read: Callable[[LLM, Incoming, CheckTurn], Awaitable[ParsedBody]],
-        reduce: Reduce,
+        read: ReadBody,
+        reader: BodyReader[Any],
         wall: Callable[[], float],
     ) -> None:
         super().__init__(front)
-        self._read, self._reduce = read, reduce
+        self._read, self._reader = read, reader
         self._wall = wall
 
     async def _serve(self, exchange: Exchange) -> None:
@@ -183,7 +182,7 @@ class GenerateEndpoint(Endpoint):
             GatewayError
         """
         llm = await asked.choose(body)
-        found = await self._read(llm, await asked.incoming(self._reduce, body), asked.check_turn)
+        found = await self._read(llm, await llm.read(self._reader, body, asked.owner), asked.check_turn)
         return found, llm.answer(asked.generation(found), found.param)
 
     async def _answered(self, exchange: Exchange, found: ParsedBody, answer: Answer, asked: _Asked) -> bool:
@@ -275,7 +274,7 @@ class _Asked:
         self._front, self._exchange = front, exchange
         self.client = front.access.authenticate(exchange.headers)
         self.deadline = exchange.deadline(front)
-        self._by_headers = front.access.tenant(self.client, exchange.headers, "", "user")  # the body may name another
+        self.owner = front.access.tenant(self.client, exchange.headers, "", "user")  # the body may name another
         self._tenant, self._priority, self._targets = "", 0, NO_TARGETS
         self._llm: LLM | None = None
         self._model: ServedModel | None = None
@@ -291,7 +290,7 @@ class _Asked:
         session = self._exchange.headers.get(SESSION, "")
 
         async def find(user: str) -> LLM:
-            return await self._front.llm_for(body, self._by_headers, user or session)
+            return await self._front.llm_for(body, self.owner, user or session)
 
         before = self._llm.via if self._llm else None
         llm = await self._front.once_awake(find, self.client, self.deadline, Waking(self._exchange).tell)
@@ -305,17 +304,6 @@ class _Asked:
         was sent yet."""
         via = self._llm.via if self._llm else None
         return via is not None and not self._exchange.answered and self._front.answers_elsewhere(via)
-
-    async def incoming(self, reduce: Reduce, body: bytes) -> Incoming:
-        """
-        Raises:
-            GatewayError
-        """
-        tenant = self._by_headers
-        if not is_large(body):  # as nearly all are
-            return Incoming(body, owner=tenant)
-        assert self._llm is not None
-        return replace(await self._llm.reduced(reduce, body, tenant), owner=tenant)
 
     def check_turn(self, body: GenerationBody, max_tokens: int | None) -> str:
         """Returns the tenant.

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, create_model
 
+from services.gateway.bodies import BodyReader, small
 from services.gateway.errors import InvalidRequest
 from tandem.sampling import INTERNAL, TYPES
 
@@ -239,14 +240,13 @@ def validated(schema: type[M], body: bytes) -> M:
         raise _complaint(error) from None
 
 
-def read(schema: type[B], body: bytes) -> tuple[B, dict[str, Any]]:
-    """The body, and the sampling parameters that it gives.
+def read(schema: type[B], body: bytes) -> B:
+    """Return the body of a request for answers, with its sampling parameters.
 
     Raises:
         InvalidRequest: naming the first field that is wrong.
     """
-    full = with_sampling(schema)
-    found = validated(full, body)
+    found: B = validated(with_sampling(schema), body)
     _refuse_extras(found, "")
     if found.n is not None and found.n < 1:
         raise InvalidRequest(f"n must be at least 1, got {found.n}", "n")
@@ -254,17 +254,44 @@ def read(schema: type[B], body: bytes) -> tuple[B, dict[str, Any]]:
         if not found.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         _refuse_extras(found.stream_options, "stream_options.")
+    return found
+
+
+class JsonReader(BodyReader[M]):
+    """Reads bodies of JSON whose prompts are in one field. `taken`: stands for them in what is left of a large one."""
+
+    kind: type[M]
+    field: str
+    taken: Any = None
+
+    def parse(self, data: bytes) -> M:
+        return validated(self.kind, data)
+
+    def param(self, body: M) -> str:
+        return self.field
+
+    def dump(self, body: M) -> bytes:
+        setattr(body, self.field, self.taken)
+        return dumped(body, self.field)
+
+
+def given_in(found: GenerationBody, schema: type[GenerationBody]) -> dict[str, Any]:
+    """Return the sampling parameters that a body gives which was read by this schema."""
     names = found.model_fields_set & sampling_fields(schema)
-    return found, {name: value for name in names if (value := getattr(found, name)) is not None}
+    return {name: value for name in names if (value := getattr(found, name)) is not None}
 
 
-def check_tokenize(body: TokenizeBody) -> None:
-    """
+def dumped(found: Body, prompt: str) -> bytes:
+    """Return the body as JSON, without what no answer depends on.
+
+    Args:
+        prompt: the field that the prompts were in.
+
     Raises:
-        InvalidRequest
+        InvalidRequest: it is large.
     """
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
+    (found.model_extra or {}).clear()
+    return small(found.model_dump_json(exclude_unset=True, exclude={"metadata", "prediction"}).encode(), prompt)
 
 
 def _refuse_extras(body: Body, prefix: str) -> None:

@@ -16,62 +16,76 @@ from services.gateway.http import schema
 from services.gateway.http.embeddings import check_count, counted, pooled, refuse_answers
 from services.gateway.http.format import CheckTurn, Framing, ParsedBody
 from services.gateway.llm import LLM
+from services.gateway.untrusted import ChatTemplate
+
+# Stands for a text that a helper process has taken out.
+TAKEN = "-"
 
 
-async def read_score(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
+class ScoreReader(schema.JsonReader[schema.ScoreBody]):
+    field, taken = "text_2", TAKEN
+
+    def parse(self, data: bytes) -> schema.ScoreBody:
+        found = schema.validated(schema.ScoreBody, data)
+        refuse_answers(found)
+        return found
+
+    def prompts(self, body: schema.ScoreBody, bounds: PromptBounds, template: ChatTemplate | None) -> list[str]:
+        first, second = _texts(body.text_1, "text_1"), _texts(body.text_2, "text_2")
+        if len(first) not in (1, len(second)):
+            said = f"text_2 must have as many texts as text_1, or text_1 one: they have {len(second)} and {len(first)}"
+            raise InvalidRequest(said, "text_2")
+        check_count(len(first) + len(second), bounds, "text_2")
+        return first + second
+
+    def dump(self, body: schema.ScoreBody) -> bytes:
+        body.text_1 = [TAKEN] * len(_texts(body.text_1, "text_1"))
+        return super().dump(body)
+
+
+class RerankReader(schema.JsonReader[schema.RerankBody]):
+    field, taken = "documents", TAKEN
+
+    def parse(self, data: bytes) -> schema.RerankBody:
+        found = schema.validated(schema.RerankBody, data)
+        refuse_answers(found)
+        if not found.query:
+            raise InvalidRequest("query must be a text that is not empty", "query")
+        if found.top_n is not None and found.top_n < 1:
+            raise InvalidRequest(f"top_n must be at least 1, got {found.top_n}", "top_n")
+        return found
+
+    def prompts(self, body: schema.RerankBody, bounds: PromptBounds, template: ChatTemplate | None) -> list[str]:
+        documents = _texts(body.documents, "documents")
+        check_count(1 + len(documents), bounds, "documents")
+        return [body.query, *documents]
+
+    def dump(self, body: schema.RerankBody) -> bytes:
+        body.query = TAKEN
+        return super().dump(body)
+
+
+SCORE, RERANK = ScoreReader(), RerankReader()
+
+
+async def read_score(llm: LLM, body: Incoming[schema.ScoreBody], check_turn: CheckTurn) -> ParsedBody:
     """
     Raises:
         GatewayError
     """
-    found = schema.validated(schema.ScoreBody, body.fields)
-    refuse_answers(found)
-    caller = check_turn(found, 0)
-    said = take_score(found, llm.bounds) if body.prompts is None else body.checked()
-    return replace(await pooled(llm, found, said, caller, "text_2"), envelope=ScoreFrame)
+    caller = check_turn(body.body, 0)
+    return replace(await pooled(llm, body.body, llm.prompts_in(body), caller, "text_2"), envelope=ScoreFrame)
 
 
-async def read_rerank(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
+async def read_rerank(llm: LLM, body: Incoming[schema.RerankBody], check_turn: CheckTurn) -> ParsedBody:
     """
     Raises:
         GatewayError
     """
-    found = schema.validated(schema.RerankBody, body.fields)
-    refuse_answers(found)
-    caller = check_turn(found, 0)
-    said = take_rerank(found, llm.bounds) if body.prompts is None else body.checked()
+    caller = check_turn(found := body.body, 0)
+    said = llm.prompts_in(body)
     found.documents = said[1:]
     return replace(await pooled(llm, found, said, caller, "documents"), envelope=RerankFrame)
-
-
-def take_score(body: schema.ScoreBody, bounds: PromptBounds) -> list[str]:
-    """Its texts; the body keeps how many of them are its first.
-
-    Raises:
-        InvalidRequest
-    """
-    first, second = _texts(body.text_1, "text_1"), _texts(body.text_2, "text_2")
-    if len(first) not in (1, len(second)):
-        said = f"text_2 must have as many texts as text_1, or text_1 one: they have {len(second)} and {len(first)}"
-        raise InvalidRequest(said, "text_2")
-    check_count(len(first) + len(second), bounds, "text_2")
-    body.text_1, body.text_2 = len(first), None
-    return first + second
-
-
-def take_rerank(body: schema.RerankBody, bounds: PromptBounds) -> list[str]:
-    """Its query, and its documents.
-
-    Raises:
-        InvalidRequest
-    """
-    if not body.query:
-        raise InvalidRequest("query must be a text that is not empty", "query")
-    if body.top_n is not None and body.top_n < 1:
-        raise InvalidRequest(f"top_n must be at least 1, got {body.top_n}", "top_n")
-    documents = _texts(body.documents, "documents")
-    check_count(1 + len(documents), bounds, "documents")
-    body.documents = None
-    return [body.query, *documents]
 
 
 def _texts(said: Any, param: str) -> list[str]:
@@ -110,7 +124,8 @@ class ScoreFrame(Framing):
 
     def __init__(self, found: ParsedBody, answer: Answer, created: int) -> None:
         assert isinstance(found.body, schema.ScoreBody)
-        self._answer, self._created, self._num_first = answer, created, int(found.body.text_1)
+        self._answer, self._created = answer, created
+        self._num_first = len(first) if isinstance(first := found.body.text_1, list) else 1
 
     def gathered(self, choices: Sequence[Sequence[Delta]]) -> Sequence[Delta]:
         return [deltas[-1] for deltas in choices]

@@ -7,53 +7,86 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.access import Caller
-from services.gateway.bodies import Incoming
-from services.gateway.generation import check_prompt
+from services.gateway.bodies import ChatPrompt, Incoming, Prompt, PromptBounds
+from services.gateway.errors import InvalidRequest
 from services.gateway.http import schema
-from services.gateway.http.chat import read_messages, template_options
+from services.gateway.http.chat import chat_in
 from services.gateway.http.format import token_text
 from services.gateway.llm import LLM
-from services.gateway.text import CheckedIds
 from services.gateway.tools import read_tools
+from services.gateway.untrusted import ChatTemplate
 
 
-async def tokenize(llm: LLM, body: Incoming, client: Caller) -> dict[str, Any]:
+class TokenizeReader(schema.JsonReader[schema.TokenizeBody]):
+    def parse(self, data: bytes) -> schema.TokenizeBody:
+        found = schema.validated(schema.TokenizeBody, data)
+        if (found.prompt is None) == (found.messages is None):
+            raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
+        return found
+
+    def prompts(
+        self, body: schema.TokenizeBody, bounds: PromptBounds, template: ChatTemplate | None
+    ) -> ChatPrompt | Sequence[Prompt]:
+        if body.prompt is not None:
+            return [body.prompt]
+        return chat_in(body, read_tools(body.tools, None, None))
+
+    def param(self, body: schema.TokenizeBody) -> str:
+        return "messages" if body.prompt is None else "prompt"
+
+    def dump(self, body: schema.TokenizeBody) -> bytes:
+        param = self.param(body)
+        setattr(body, param, "" if param == "prompt" else [])
+        return schema.dumped(body, param)
+
+
+class DetokenizeReader(schema.JsonReader[schema.DetokenizeBody]):
+    kind, field, taken = schema.DetokenizeBody, "tokens", list[int]()
+
+    def prompts(
+        self, body: schema.DetokenizeBody, bounds: PromptBounds, template: ChatTemplate | None
+    ) -> Sequence[Prompt]:
+        return [body.tokens]
+
+
+TOKENIZE, DETOKENIZE = TokenizeReader(), DetokenizeReader()
+
+
+async def tokenize(llm: LLM, body: Incoming[schema.TokenizeBody], client: Caller) -> dict[str, Any]:
     """
     Raises:
         GatewayError
     """
-    found = schema.validated(schema.TokenizeBody, body.fields)
-    schema.check_tokenize(found)
-    llm.front.check_said(found.model)
-    if found.model is not None:
-        llm.served(found.model, client)
-    if found.messages is None:
-        text = found.prompt or "" if body.text is None else body.text
-        tokens = await llm.encode(text, "prompt", found.add_special_tokens is not False)
+    found, param = body.body, body.reader.param(body.body)
+    _check_model(llm, found.model, client)
+    text = await llm.text_of(body)
+    if param == "prompt":
+        tokens = await llm.encode(text, param, found.add_special_tokens is not False)
     else:
-        options = template_options(found, read_tools(found.tools, None, None))
-        rendered = body.text
-        if rendered is None:
-            rendered = await llm.render_chat(read_messages(found.messages), options)
-        tokens = await llm.encode_chat(rendered, llm.access.cache_salt(body.owner, ""))
-    llm.bounds.check_tokens(len(tokens), "prompt" if found.messages is None else "messages")
+        tokens = await llm.encode_chat(text, llm.access.cache_salt(body.owner, ""))
+    llm.bounds.check_tokens(len(tokens), param)
     texts = [token_text(llm.model.tokenizer, token) for token in tokens] if found.return_token_strs else None
     return {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": list(tokens), "token_strs": texts}
 
 
-async def detokenize(llm: LLM, body: Incoming, client: Caller) -> dict[str, Any]:
+async def detokenize(llm: LLM, body: Incoming[schema.DetokenizeBody], client: Caller) -> dict[str, Any]:
     """
     Raises:
         GatewayError
     """
-    found = schema.validated(schema.DetokenizeBody, body.fields)
-    llm.front.check_said(found.model)
-    if found.model is not None:
-        llm.served(found.model, client)
-    tokens: Sequence[int] = found.tokens
-    for read in body.checked():
-        assert isinstance(read, CheckedIds)
-        tokens = read
+    _check_model(llm, body.body.model, client)
+    (tokens,) = llm.prompts_in(body)
+    assert not isinstance(tokens, str)
     llm.bounds.check_tokens(len(tokens), "tokens")
-    check_prompt(tokens, llm.vocab_size, "tokens")
+    llm.bounds.check_ids(tokens, "tokens")
     return {"prompt": await asyncio.to_thread(llm.model.tokenizer.decode, tokens, skip_special_tokens=False)}
+
+
+def _check_model(llm: LLM, name: str | None, client: Caller) -> None:
+    """
+    Raises:
+        GatewayError
+    """
+    llm.front.check_said(name)
+    if name is not None:
+        llm.served(name, client)

@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
-from services.gateway.bodies import PromptBounds, renderable, rendered
+from services.gateway.bodies import ChatPrompt, PromptBounds, renderable, rendered
 from services.gateway.errors import InvalidRequest, Overloaded, Unavailable
 from services.gateway.returns import Returns
 from services.gateway.untrusted import (
     PARTS_LIMITS,
     ChatTemplate,
-    TemplateOptions,
     TemplateRefused,
     TokenizerParts,
     check,
@@ -77,24 +76,21 @@ class ModelHelper:
         """Returns a tokenizer.json taken apart, None where it is of a kind that is not; raises as `check_tokenizer`."""
         return await self._call(str(file), parts_of, str(file), bounds=PARTS_LIMITS)
 
-    async def render(
-        self, template: ChatTemplate | None, messages: Sequence[Mapping[str, Any]], options: TemplateOptions,
-        bounds: PromptBounds,
-    ) -> str:  # fmt: skip
+    async def render(self, template: ChatTemplate | None, chat: ChatPrompt, bounds: PromptBounds) -> str:
         """
         Raises:
             InvalidRequest: as `bodies.rendered`; or the template needs too much for these messages.
             Overloaded: the helper process has no time now.
         """
         if self._sandbox is None:
-            return rendered(messages, options, template, bounds)
-        found = renderable(messages, options, template, bounds)
+            return rendered(chat, template, bounds)
+        found, options = renderable(chat, template, bounds), chat.options
         if found is not self._template:
             self._template, self._pickled = found, pickle.dumps(found)
         said = options.add_generation_prompt, options.continue_final_message, options.variables, options.tools
         self._most = bounds.characters
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._waiting.append((pickle.dumps((messages, said)), future))
+        self._waiting.append((pickle.dumps((chat.messages, said)), future))
         if self._work is None:
             self._work = asyncio.create_task(self._render_waiting())
         return await future

@@ -4,7 +4,15 @@ MessagesBody -> ChatBody -> pipeline -> deltas -> MessageFrame: a message, or me
 """
 
 from services.gateway.http.messages.errors import Anthropic
-from services.gateway.http.messages.routes import count_tokens, read_messages_body, reduce_messages
+from services.gateway.http.messages.routes import COUNTED, MESSAGES, count_tokens, read_messages_body
 from services.gateway.http.messages.schema import CountTokensBody, MessagesBody
 
-__all__ = ["Anthropic", "CountTokensBody", "MessagesBody", "count_tokens", "read_messages_body", "reduce_messages"]
+__all__ = [
+    "COUNTED",
+    "MESSAGES",
+    "Anthropic",
+    "CountTokensBody",
+    "MessagesBody",
+    "count_tokens",
+    "read_messages_body",
+]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from services.gateway.access import Caller
-from services.gateway.bodies import Incoming, PromptBounds, rendered, small
+from services.gateway.bodies import ChatPrompt, Incoming, PromptBounds
 from services.gateway.errors import InvalidRequest
-from services.gateway.http.chat import parse_chat, read_messages, template_options
+from services.gateway.http.chat import chat_in, parse_chat
 from services.gateway.http.format import CheckTurn, ParsedBody
 from services.gateway.http.messages.conversion import chat_of, thinks_in
 from services.gateway.http.messages.events import MessageFrame, MessageOptions
@@ -23,10 +23,10 @@ from services.gateway.http.messages.schema import (
     asks_to_cache,
     check_extras,
 )
-from services.gateway.http.schema import validated
+from services.gateway.http.schema import JsonReader
 from services.gateway.llm import LLM
 from services.gateway.tools import read_tools
-from services.gateway.untrusted import ChatTemplate, TemplateOptions
+from services.gateway.untrusted import ChatTemplate
 
 NAMES = {"stop": "stop_sequences"}
 # How errors of a chat name what a message calls otherwise.
@@ -36,61 +36,61 @@ OWN = {
     "response_format.json_schema": "output_config.format",
     "continue_final_message": "messages",
 }
-# Stands for messages that a helper has taken out.
-TAKEN = [MessageParam(role="user", content="")]
 
 
-async def read_messages_body(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
+M = TypeVar("M", bound=CountTokensBody)
+
+
+class MessagesReader(JsonReader[M], Generic[M]):
+    """Reads the body of either route."""
+
+    field, taken = "messages", [MessageParam(role="user", content="")]
+
+    def __init__(self, kind: type[M]) -> None:
+        self.kind = kind
+
+    def parse(self, data: bytes) -> M:
+        found = super().parse(data)
+        check_extras(found)
+        return found
+
+    def prompts(self, body: M, bounds: PromptBounds, template: ChatTemplate | None) -> ChatPrompt:
+        chat = chat_of(body, template)
+        with _own_names():
+            return chat_in(chat, read_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls))
+
+    def dump(self, body: M) -> bytes:
+        if asks_to_cache(body):
+            body.cache_control = {"type": "ephemeral"}
+        if body.tools:
+            body.tools = [tool.model_copy(update={"defer_loading": None}) for _, tool in offered(body)]
+        body.system = None
+        return super().dump(body)
+
+
+MESSAGES, COUNTED = MessagesReader(MessagesBody), MessagesReader(CountTokensBody)
+
+
+async def read_messages_body(llm: LLM, body: Incoming[MessagesBody], check_turn: CheckTurn) -> ParsedBody:
     """
     Raises:
         GatewayError
     """
-    found = validated(MessagesBody, body.fields)
-    check_extras(found)
+    found = body.body
     chat, sampling = chat_of(found, llm.model.chat_template), _sampling(found, llm.model.thoughts is not None)
     with _own_names():
         parsed = await parse_chat(llm, chat, sampling, body.text, check_turn, clips=True, names=NAMES)
     return replace(parsed, envelope=partial(MessageFrame, llm.new_id, _options(llm, found)))
 
 
-async def count_tokens(llm: LLM, body: Incoming, client: Caller) -> dict[str, Any]:
+async def count_tokens(llm: LLM, body: Incoming[CountTokensBody], client: Caller) -> dict[str, Any]:
     """
     Raises:
         GatewayError
     """
-    found = validated(CountTokensBody, body.fields)
-    check_extras(found)
-    llm.served(found.model, client)
-    text = body.text
-    if text is None:
-        text = await llm.render_chat(*_rendering(found, llm.model.chat_template))
+    llm.served(body.body.model, client)
+    text = await llm.text_of(body)
     return {"input_tokens": len(await llm.encode_chat(text, llm.access.cache_salt(body.owner, "")))}
-
-
-def reduce_messages(body: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Incoming:
-    """In the helper process, of either route.
-
-    Raises:
-        InvalidRequest
-    """
-    found = validated(CountTokensBody, body)
-    check_extras(found)
-    text = rendered(*_rendering(found, template), template, bounds)
-    if asks_to_cache(found):
-        found.cache_control = {"type": "ephemeral"}
-    if found.tools:
-        found.tools = [tool.model_copy(update={"defer_loading": None}) for _, tool in offered(found)]
-    found.messages, found.system = TAKEN, None
-    return Incoming(small(found.model_dump_json(exclude_unset=True).encode(), "messages"), [text])
-
-
-def _rendering(
-    found: CountTokensBody, template: ChatTemplate | None
-) -> tuple[list[Mapping[str, Any]], TemplateOptions]:
-    chat = chat_of(found, template)
-    with _own_names():
-        use = read_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    return read_messages(chat.messages), template_options(chat, use)
 
 
 @contextmanager

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 import orjson
 from pydantic_core import to_json
 
-from services.gateway.bodies import Incoming
+from services.gateway.bodies import Incoming, Reduced
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.format import ParsedBody
 from services.gateway.http.responses.schema import ResponseBody
@@ -21,27 +21,28 @@ ROUNDS = 8
 STAY = ("system", "developer")
 T = TypeVar("T")
 # Reads a body, whose prompt a helper may have made already.
-Read = Callable[[ResponseBody, Sequence[str | bytes] | None], Awaitable[ParsedBody]]
+Read = Callable[[ResponseBody, Reduced | None], Awaitable[ParsedBody]]
 
 
 async def read_fitting(
-    llm: LLM, found: ResponseBody, body: Incoming, reduce: Callable[..., Incoming], read: Read
+    llm: LLM, body: Incoming[ResponseBody], reduce: Callable[..., Reduced], read: Read
 ) -> ParsedBody:
     """Read the body, or as many of its newest items as fit.
 
     Args:
-        reduce: what has reduced it, if it was large. Takes `most`, how many bytes of items are left.
+        reduce: reduces it again, if it was large. Takes `most`, how many bytes of items are left.
 
     Raises:
         GatewayError
     """
-    prompts = body.prompts
-    if found.truncation != "auto" or (prompts is None and not isinstance(found.input, list)):
-        return await read(found, prompts)
-    most = len(to_json(found.input) if body.items is None else body.items)
+    found, reduced = body.body, body.reduced
+    if found.truncation != "auto" or (reduced is None and not isinstance(found.input, list)):
+        return await read(found, reduced)
+    items = (reduced.items or b"[]") if reduced else to_json(found.input)
+    most = len(items)
     for _ in range(ROUNDS):
         try:
-            parsed = await read(found, prompts)
+            parsed = await read(found, reduced)
             needed, room = len(parsed.prompts[0]), llm.max_model_len - (parsed.given.get("max_tokens") or 1)
             if needed <= room or room <= 0:
                 return parsed
@@ -50,19 +51,19 @@ async def read_fitting(
             if error.code != TOO_LONG:
                 raise
             most //= 2
-        if prompts is not None:
-            prompts = (await llm.reduced(partial(reduce, most=most), _whole(found, body), body.owner)).prompts
+        if reduced is not None:
+            reduced = await llm.reduced(partial(reduce, most=most), _whole(found, items), body.owner)
         elif (left := newest(found.input, most)) != found.input:
             found = found.model_copy(update={"input": left})
         else:
             break
-    return await read(found, prompts)
+    return await read(found, reduced)
 
 
-def _whole(found: ResponseBody, body: Incoming) -> bytes:
+def _whole(found: ResponseBody, items: bytes) -> bytes:
     """The body again, with the items that a helper has taken out of it."""
     fields = found.model_dump(exclude_unset=True, exclude={"input"})
-    return orjson.dumps({**fields, "input": orjson.Fragment(body.items or b"[]")})
+    return orjson.dumps({**fields, "input": orjson.Fragment(items)})
 
 
 def rendered_fitting(found: ResponseBody, render: Callable[[], T]) -> T:

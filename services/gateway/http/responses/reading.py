@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,9 +13,9 @@ from pydantic_core import to_json
 
 from services.gateway.access import Caller
 from services.gateway.admission import tier_served
-from services.gateway.bodies import Incoming, PromptBounds, is_large, rendered, small
+from services.gateway.bodies import BodyReader, ChatPrompt, Incoming, PromptBounds, Reduced, rendered, small
 from services.gateway.errors import InvalidRequest
-from services.gateway.http.chat import read_chat, read_messages, template_options
+from services.gateway.http.chat import CHAT, read_chat
 from services.gateway.http.format import CheckTurn, ParsedBody
 from services.gateway.http.responses.background import Background
 from services.gateway.http.responses.conversion import chat_of
@@ -24,12 +24,12 @@ from services.gateway.http.responses.fitting import newest, read_fitting, render
 from services.gateway.http.responses.recalling import Keeping, items_of, recalled
 from services.gateway.http.responses.schema import ResponseBody, read_body
 from services.gateway.http.responses.tools import Toolbox, read_toolbox
-from services.gateway.http.schema import ChatBody, validated
 from services.gateway.llm import LLM
-from services.gateway.tools import read_tools
-from services.gateway.untrusted import ChatTemplate, TemplateOptions
+from services.gateway.untrusted import ChatTemplate
 from tandem.ids import RandomIds
 
+# Stands for the items that a helper process has taken out.
+TAKEN = "in the prompt"
 # A chat's fields, and what they are called here.
 NAMES = {
     "max_completion_tokens": "max_output_tokens",
@@ -41,22 +41,60 @@ NAMES = {
 TEXT = {"type": "text"}
 
 
-async def read_response(llm: LLM, body: Incoming, check_turn: CheckTurn) -> ParsedBody:
+class ResponseReader(BodyReader[ResponseBody]):
+    def parse(self, data: bytes) -> ResponseBody:
+        return read_body(data)
+
+    def prompts(self, body: ResponseBody, bounds: PromptBounds, template: ChatTemplate | None) -> ChatPrompt:
+        with own_names():
+            asked = CHAT.parse(to_json(chat_of(body, read_toolbox(body.tools or (), body.tool_choice))))
+            return CHAT.prompts(asked, bounds, template)
+
+    def param(self, body: ResponseBody) -> str:
+        return "input"
+
+    def dump(self, body: ResponseBody) -> bytes:
+        """With its sampling parameters, which are no fields of its own."""
+        body.input = TAKEN
+        return small(to_json(body.model_dump(exclude_unset=True)), "input")
+
+    def reduce(
+        self, data: bytes, bounds: PromptBounds, template: ChatTemplate | None, most: int | None = None
+    ) -> Reduced:
+        """`most`: how many bytes of items the prompt is made of, the newest ones."""
+        body = self.parse(data)
+        needed = body.store is not False or body.conversation is not None or body.previous_response_id is not None
+        unique = RandomIds()()  # made here: ids that were made before the helper's fork, other forks have, too
+        items = items_of(body.input, unique) if needed or body.truncation == "auto" else b"[]"
+        body.input = body.input if most is None else newest(body.input, most)
+
+        def render() -> str:
+            chat = self.prompts(body, bounds, template)
+            with own_names():
+                return rendered(chat, template, bounds)
+
+        text = rendered_fitting(body, render)
+        return Reduced(self.dump(body), [text], items)
+
+
+RESPONSE = ResponseReader()
+
+
+async def read_response(llm: LLM, body: Incoming[ResponseBody], check_turn: CheckTurn) -> ParsedBody:
     """
     Raises:
         GatewayError
     """
-    said = read_body(body.fields)
-    found, whole, keeping = await _with_recalled(llm, said, body)
-    if whole.prompts is not None:
-        found.input = "in the prompt"
-    box = read_toolbox(found.tools or (), found.tool_choice)
+    said = body.body
+    whole, keeping = await _with_recalled(llm, body)
+    box = read_toolbox(whole.body.tools or (), whole.body.tool_choice)
 
-    async def read(asked: ResponseBody, prompts: Sequence[str | bytes] | None) -> ParsedBody:
+    async def read(asked: ResponseBody, reduced: Reduced | None) -> ParsedBody:
         with own_names():
-            return await read_chat(llm, Incoming(to_json(chat_of(asked, box)), prompts), check_turn)
+            chat = CHAT.parse(to_json(chat_of(asked, box)))
+            return await read_chat(llm, Incoming(CHAT, chat, body.owner, reduced), check_turn)
 
-    parsed = await read_fitting(llm, found, whole, reduce_response, read)
+    parsed = await read_fitting(llm, whole, RESPONSE.reduce, read)
     echo = _echo(said, box, parsed) | {"store": keeping is not None and keeping.stores}
     if keeping and keeping.conversation:
         echo["conversation"] = {"id": keeping.conversation}
@@ -65,60 +103,23 @@ async def read_response(llm: LLM, body: Incoming, check_turn: CheckTurn) -> Pars
     return replace(parsed, param="input", envelope=frame, detach=detach)
 
 
-async def count_input(llm: LLM, body: Incoming, client: Caller) -> dict[str, Any]:
+async def count_input(llm: LLM, body: Incoming[ResponseBody], client: Caller) -> dict[str, Any]:
     """Returns how many tokens a response to this body would read.
 
     Raises:
         GatewayError
     """
-    said = read_body(body.fields)
-    llm.served(said.model, client)
-    found, whole, _ = await _with_recalled(llm, said, body)
-    text = whole.text
-    if text is None:
-        with own_names():
-            text = await llm.render_chat(*_rendering(found, read_toolbox(found.tools or (), found.tool_choice)))
+    llm.served(body.body.model, client)
+    whole, _ = await _with_recalled(llm, body)
+    with own_names():
+        text = await llm.text_of(whole)
     ids = await llm.encode_chat(text, llm.access.cache_salt(body.owner, ""))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
-async def _with_recalled(llm: LLM, said: ResponseBody, body: Incoming) -> tuple[ResponseBody, Incoming, Keeping | None]:
-    whole, keeping = await recalled(llm, said, body)
-    if whole is body:
-        return said, body, keeping
-    if is_large(whole.fields):
-        whole = await llm.reduced(reduce_response, whole.fields, body.owner)
-    return read_body(whole.fields), whole, keeping
-
-
-def _rendering(found: ResponseBody, box: Toolbox) -> tuple[list[Mapping[str, Any]], TemplateOptions]:
-    asked = validated(ChatBody, to_json(chat_of(found, box)))
-    use = read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-    return read_messages(asked.messages), template_options(asked, use)
-
-
-def reduce_response(
-    body: bytes, bounds: PromptBounds, template: ChatTemplate | None, most: int | None = None
-) -> Incoming:
-    """In the helper process. `most`: how many bytes of items the prompt is made of, the newest ones.
-
-    Raises:
-        InvalidRequest
-    """
-    found = read_body(body)
-    box = read_toolbox(found.tools or (), found.tool_choice)
-    needed = found.store is not False or found.conversation is not None or found.previous_response_id is not None
-    unique = RandomIds()()  # made here: ids that were made before the helper's fork, other forks have, too
-    items = items_of(found.input, unique) if needed or found.truncation == "auto" else b"[]"
-    found.input = found.input if most is None else newest(found.input, most)
-
-    def render() -> str:
-        return rendered(*_rendering(found, box), template, bounds)
-
-    with own_names():
-        text = rendered_fitting(found, render)
-    found.input = ""
-    return Incoming(small(to_json(found.model_dump(exclude_unset=True)), "input"), [text], items)
+async def _with_recalled(llm: LLM, body: Incoming[ResponseBody]) -> tuple[Incoming[ResponseBody], Keeping | None]:
+    whole, keeping = await recalled(llm, body)
+    return body if whole is None else await llm.read(RESPONSE, whole, body.owner), keeping
 
 
 @contextmanager

@@ -7,7 +7,7 @@ its end ──> kept, within a bound of time ──> `completed` says whether it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -56,22 +56,23 @@ def kept_of(front: FrontDesk, owner: str) -> Kept | None:
     return Kept(front.store, owner, settings.store_max_bytes, settings.store_ttl_s) if front.store else None
 
 
-async def recalled(llm: LLM, found: ResponseBody, body: Incoming) -> tuple[Incoming, Keeping | None]:
-    """The body with all items that it goes on from, and where its response is to be kept.
+async def recalled(llm: LLM, body: Incoming[ResponseBody]) -> tuple[bytes | None, Keeping | None]:
+    """Returns the body with all items that it goes on from, None if these are its own; and where its response is kept.
 
     Raises:
         GatewayError
     """
-    kept = kept_of(llm.front, body.owner)
+    found, kept = body.body, kept_of(llm.front, body.owner)
+    read = body.reduced.items if body.reduced else None
     conversation = _conversation(found)
     if kept is None:
         _refuse_what_needs_store(found)
-        return body, None
+        return None, None
     if conversation and found.previous_response_id:
         raise InvalidRequest("conversation and previous_response_id exclude each other", "conversation")
-    own = body.items if body.items is not None else items_of(found.input, llm.new_id())
+    own = items_of(found.input, llm.new_id()) if read is None else read
     before = await _before(kept, found, conversation)
-    if body.items is None:
+    if read is None:
         own = await _resolved(kept, own)
     items = joined_lists([before, own]) if before else own
     if conversation and len(items) > kept.most_bytes:
@@ -80,10 +81,9 @@ async def recalled(llm: LLM, found: ResponseBody, body: Incoming) -> tuple[Incom
     stores = found.store is not False
     keeping = Keeping(kept, stores, items, own, conversation) if stores or conversation else None
     if not before and not _refers(found.input):
-        return body, keeping
+        return None, keeping
     fields = found.model_dump(exclude_unset=True, exclude={"previous_response_id", "conversation", "input"})
-    whole = orjson.dumps({**fields, "input": orjson.Fragment(items)})
-    return replace(body, fields=whole, prompts=None, items=None), keeping
+    return orjson.dumps({**fields, "input": orjson.Fragment(items)}), keeping
 
 
 def items_of(said: Any, unique: str) -> bytes:

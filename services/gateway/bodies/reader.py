@@ -1,0 +1,163 @@
+"""Readers of bodies, one for each API: on the loop, or in a helper process for those that are large.
+
+small ──> parse ──> body ──> prompts
+large ──> parse, prompts bounded and rendered, the rest dumped ──> parse ──> body, with the prompts beside it
+          (in a helper process)                                   (on the loop)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from services.gateway.bodies.bounds import PromptBounds
+from services.gateway.errors import InvalidRequest
+from services.gateway.text import CheckedIds
+from services.gateway.untrusted import ChatTemplate, TemplateOptions, TemplateRefused, render
+
+B = TypeVar("B")
+Prompt: TypeAlias = "str | Sequence[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages as templates want them, which are to be rendered."""
+
+    messages: Sequence[Mapping[str, Any]]
+    options: TemplateOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """A large body, as a helper process has reduced it.
+
+    `fields`: the body without its prompts; `prompts`: texts, and token ids as four bytes each; `items`: those of a
+    response, as the client has sent them.
+    """
+
+    fields: bytes
+    prompts: Sequence[str | bytes]
+    items: bytes | None = None
+
+
+class BodyReader(ABC, Generic[B]):
+    """Reads the bodies of one API. It has no state: helper processes get it pickled."""
+
+    @abstractmethod
+    def parse(self, data: bytes) -> B:
+        """Return the body, its fields checked.
+
+        Raises:
+            InvalidRequest
+        """
+
+    @abstractmethod
+    def prompts(self, body: B, bounds: PromptBounds, template: ChatTemplate | None) -> ChatPrompt | Sequence[Prompt]:
+        """Return what the body asks to be answered, or continued.
+
+        Raises:
+            InvalidRequest
+        """
+
+    @abstractmethod
+    def dump(self, body: B) -> bytes:
+        """Return the body without its prompts, as `parse` reads it.
+
+        Raises:
+            InvalidRequest: it is large even so.
+        """
+
+    @abstractmethod
+    def param(self, body: B) -> str:
+        """Return the name of the field that has the prompts."""
+
+    def reduce(self, data: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Reduced:
+        """Return a large body as small fields, and its prompts as far as the model takes them.
+
+        Raises:
+            InvalidRequest
+        """
+        return self.reduced(self.parse(data), bounds, template)
+
+    def reduced(self, body: B, bounds: PromptBounds, template: ChatTemplate | None) -> Reduced:
+        """
+        Raises:
+            InvalidRequest
+        """
+        said, param = self.prompts(body, bounds, template), self.param(body)
+        if isinstance(said, ChatPrompt):
+            return Reduced(self.dump(body), [rendered(said, template, bounds)])
+        return Reduced(self.dump(body), [_bounded(prompt, bounds, param) for prompt in said])
+
+
+@dataclass(slots=True)
+class Incoming(Generic[B]):
+    """A body that is being read. `owner`: whose it is, by its headers alone; `reduced`: if it was large."""
+
+    reader: BodyReader[B]
+    body: B
+    owner: str = ""
+    reduced: Reduced | None = None
+
+    def prompts(self, bounds: PromptBounds, template: ChatTemplate | None) -> ChatPrompt | Sequence[Prompt]:
+        """Return what it asks to be answered; a chat that a helper process has rendered is one text.
+
+        Raises:
+            InvalidRequest
+        """
+        if self.reduced is None:
+            return self.reader.prompts(self.body, bounds, template)
+        return [one if isinstance(one, str) else CheckedIds.of(one) for one in self.reduced.prompts]
+
+    @property
+    def text(self) -> str | None:
+        """The chat that a helper process has rendered; None where it is still to be rendered."""
+        if self.reduced is None:
+            return None
+        (text,) = self.reduced.prompts
+        assert isinstance(text, str)
+        return text
+
+
+def _bounded(prompt: Prompt, bounds: PromptBounds, param: str) -> str | bytes:
+    if isinstance(prompt, str):
+        bounds.check_characters(len(prompt), param)
+        return prompt
+    bounds.check_tokens(len(prompt), param)
+    bounds.check_ids(prompt, param)
+    return array("I", prompt).tobytes()
+
+
+def rendered(chat: ChatPrompt, template: ChatTemplate | None, bounds: PromptBounds) -> str:
+    """Return the text of a chat, in a process that a template may harm.
+
+    Raises:
+        InvalidRequest: the model has no chat template, its template refuses these messages, or they are too long.
+    """
+    try:
+        return render(renderable(chat, template, bounds), chat.messages, chat.options, bounds.characters)
+    except TemplateRefused as error:
+        raise InvalidRequest(f"messages: the model's chat template refuses them: {error}", "messages") from None
+
+
+def renderable(chat: ChatPrompt, template: ChatTemplate | None, bounds: PromptBounds) -> ChatTemplate:
+    """Return the template, if this chat may be rendered at all.
+
+    Raises:
+        InvalidRequest: as `rendered`.
+    """
+    if chat.options.continue_final_message and chat.options.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+        )
+    bounds.check_characters(sum(_length(message["content"]) for message in chat.messages), "messages")
+    if template is None:
+        raise InvalidRequest("the model has no chat template", "messages")
+    return template
+
+
+def _length(content: str | Sequence[Mapping[str, str]]) -> int:
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
