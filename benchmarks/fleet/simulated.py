@@ -85,7 +85,7 @@ def in_made_up_time(fleet: NullFleet, work: Work[T]) -> T:
 
 async def _when_ready(cluster: SimulatedCluster, work: Work[T]) -> T:
     await cluster.ready()
-    while cluster.gateways["g0"].front.readiness()[1]["decode_workers"] < cluster.shape.decodes:
+    while cluster.gateways["g0"].readiness()[1]["decode_workers"] < cluster.shape.decodes:
         await asyncio.sleep(LOOK_S)
     channel: Any = Channel(cluster.network, cluster.client, f"g0:{GRPC_PORT}")
     stub: Any = llm_pb2_grpc.LLMServiceStub(channel)

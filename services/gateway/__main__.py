@@ -26,8 +26,9 @@ from services.gateway.access import Access
 from services.gateway.generation import RequestRecords
 from services.gateway.http import HttpServer, Room, raise_limit
 from services.gateway.model import HELPER_MODULES, ModelFolders, ModelReader
+from services.gateway.ports import GatewayPorts, Tune, no_tuning
 from services.gateway.routing import Router
-from services.gateway.server import Gateway, GatewayPorts, Tune, no_tuning
+from services.gateway.server import Gateway
 from services.gateway.settings import GatewaySettings
 from tandem import rpc
 from tandem.checkpoints import TextFiles

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from services.gateway.front import FrontDesk
+from services.gateway.directory import ModelDirectory
 from services.gateway.generation import BackgroundTasks
 from tandem.process import IntegrityReport
 
 
-def check_gateway(front: FrontDesk, background: BackgroundTasks) -> IntegrityReport:
-    admissions, connections = [llm.admission for llm in front.llms.values()], front.connections
+def check_gateway(directory: ModelDirectory, background: BackgroundTasks) -> IntegrityReport:
+    admissions, connections = [llm.admission for llm in directory.llms.values()], directory.connections
     held = {
-        "answers": len(front.running),
+        "answers": len(directory.shared.state.running),
         "admitted": sum(len(one.admitted) for one in admissions),
         "waiting": sum(map(len, admissions)),
         "releasing": len(background),

@@ -11,17 +11,14 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
-from grpc import aio
 
-from services.gateway.access import Access, Allowances
+from services.gateway.access import Allowances
 from services.gateway.admission import (
     Admission,
     Capacity,
@@ -36,8 +33,8 @@ from services.gateway.admission import (
 from services.gateway.bodies import LargeBodies
 from services.gateway.console import Console
 from services.gateway.deadlines import Deadlines
+from services.gateway.directory import LLM, ModelDirectory, Roster, Sleepers, of_gateway
 from services.gateway.errors import Unavailable
-from services.gateway.front import FrontDesk
 from services.gateway.generation import (
     BackgroundTasks,
     CheckedGrammars,
@@ -45,36 +42,31 @@ from services.gateway.generation import (
     Deaths,
     MigrationLimits,
     Pipeline,
-    RequestRecords,
     tracing,
 )
 from services.gateway.grpc import LLMService
 from services.gateway.http import build_app
 from services.gateway.integrity import check_gateway
-from services.gateway.llm import LLM
 from services.gateway.metrics import FrontMetrics
 from services.gateway.model import ServedAdapters, ServedAliases, ServedModel
-from services.gateway.on_demand import Sleepers
-from services.gateway.roster import ReadModel, Roster
+from services.gateway.ports import Door, GatewayPorts
 from services.gateway.routing import Router
 from services.gateway.settings import FOLLOWED, Disaggregation, GatewaySettings
+from services.gateway.shared import Shared, State
 from services.gateway.traces import RecentRequests
 from services.gateway.workers import Judging, WorkerPool
 from tandem import rpc
-from tandem.containment import Sandbox
-from tandem.liveness import Starvation, no_pressure
-from tandem.process import IntegrityReport, RunningSettings, certificate, telemetry
+from tandem.liveness import Starvation
+from tandem.process import IntegrityReport, RunningSettings, certificate
 from tandem.registry import (
     BlockReplica,
     ClusterView,
     Demands,
     GatewayAddress,
     ModelKey,
-    Registry,
     RegistryUnavailable,
 )
 from tandem.rpc import DrainService
-from tandem.store import Store
 
 log = structlog.get_logger(__name__)
 FREE_WAIT_S = 3.0
@@ -85,56 +77,6 @@ QUIET_S = 3.0
 IDLE_CHECK_S = 0.05
 # Pooled HTTP connections that are in use learn within so long that they are to go.
 CLOSING_S = 1.0
-
-
-class Door(Protocol):
-    """A server of one ASGI app. `port` is the one it listens on, once it has started."""
-
-    port: int
-
-    async def start(self) -> None:
-        """Return once connections are taken. Raises OSError."""
-
-    async def run(self) -> None:
-        """Until the server ends by itself, which it should not."""
-
-    def close(self) -> None:
-        """Take no connections any more, and end those that are idle; what runs goes on."""
-
-    async def stop(self) -> None:
-        """`close`, and wait for what runs, within a bound."""
-
-
-Tune = Callable[[str, float], None]  # log level, share of traces
-
-
-def no_tuning(log_level: str, trace_sampling: float) -> None:
-    """Leave logs and traces as the process has set them up."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayPorts:
-    """A gateway's ways to the world. The gateway closes the registry when it ends."""
-
-    registry: Registry
-    connect: Callable[[str], aio.Channel]
-    serve: Callable[[Sequence[rpc.Servicer], str, int], Awaitable[rpc.Server]]
-    # An ASGI app, host, port, and whether others may listen there; None: no HTTP.
-    serve_http: Callable[[Any, str, int, bool], Door] | None
-    read_model: ReadModel
-    new_id: Callable[[], str]  # a name that nothing else has
-    seeds: random.Random  # for requests that bring none
-    wall: Callable[[], float]  # Unix seconds
-    hostname: str = "localhost"  # of this machine
-    pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
-    dead_here: Callable[[str], str] = lambda process: ""  # what this host's kernel says of a worker's process
-    sandbox: Sandbox | None = None  # where what clients send is read that could do harm
-    helpers: Sequence[Sandbox] = ()  # all that the gateway runs
-    store: Store | None = None  # for what clients ask to be kept; the gateway closes it
-    tune: Tune = no_tuning
-    records: RequestRecords = field(default_factory=RequestRecords)
-    recent: telemetry.RecentSpans = field(default_factory=telemetry.RecentSpans)  # of this process
-    access: Access = field(default_factory=lambda: Access(None, share_prefixes=True))
 
 
 class Gateway:
@@ -174,18 +116,23 @@ class Gateway:
         raise RuntimeError("a background task of the gateway ended by itself")
 
     async def check_integrity(self) -> IntegrityReport:
-        return check_gateway(self.front, self._background)
+        return check_gateway(self.directory, self._background)
+
+    def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """As `of_gateway`."""
+        return of_gateway(self.directory)
 
     async def drain(self) -> bool:
         """Turn unready and serve on until no request has come or run for QUIET_S; False if `drain_s` was over first."""
-        self.front.leaving = True
+        state = self.shared.state
+        state.leaving = True
         loop = asyncio.get_running_loop()
         accepted, quiet_since = -1, loop.time()
         try:
             async with asyncio.timeout(self.settings.drain_s):
                 while loop.time() < quiet_since + QUIET_S:
-                    if self.front.running or self.front.accepted != accepted:
-                        accepted, quiet_since = self.front.accepted, loop.time()
+                    if state.running or state.accepted != accepted:
+                        accepted, quiet_since = state.accepted, loop.time()
                     await asyncio.sleep(IDLE_CHECK_S)
         except TimeoutError:
             return False
@@ -209,21 +156,20 @@ class Gateway:
         self._judging = Judging(starvation.now, self._ports.dead_here, decodes_prefill=local)
         self._replica = BlockReplica(registry.block_feed, max_blocks=settings.replica_max_blocks)
         self._run(self._replica.run())
-        self.front = self._make_front(view)
-        self._stack.callback(self.front.records.write)
-        with suppress(RegistryUnavailable):
-            await self.front.adapters.refresh()
-            await self.front.aliases.refresh()
-            await self.front.sleepers.refresh()
-        for names in (self.front.adapters, self.front.aliases, self.front.sleepers):
+        self.shared = self._make_shared(view)
+        self.directory = directory = self._make_directory()
+        self._stack.callback(self.shared.records.write)
+        for names in (directory.adapters, directory.aliases, directory.sleepers):
+            with suppress(RegistryUnavailable):
+                await names.refresh()
             self._run(names.run())
-        self.front.metrics.watch_sleepers(lambda: self.front.sleepers.statuses)
-        roster = Roster(self.front, self._ports.read_model, self._make_llm, self._tasks_of)
+        self.shared.metrics.watch_sleepers(lambda: directory.sleepers.statuses)
+        roster = Roster(directory, self._ports.read_model, self._make_llm, self._tasks_of)
         self._stack.push_async_callback(roster.close)
         self._run(roster.run())
         self._running = RunningSettings(settings, settings.followed, FOLLOWED, self._take_over)
         self._run(self._running.run())
-        self._console = Console(self.front)
+        self._console = Console(self.directory)
         self._run(self._console.run())
         await roster.settle()
         await self._serve()
@@ -245,21 +191,13 @@ class Gateway:
         self._run(view.run())
         return view
 
-    def _make_front(self, view: ClusterView) -> FrontDesk:
+    def _make_shared(self, view: ClusterView) -> Shared:
         settings, ports = self.settings, self._ports
-        return FrontDesk(
-            settings=settings,
+        return Shared(
+            state=State(settings),
             view=view,
             metrics=self._make_metrics(view),
             access=ports.access,
-            adapters=ServedAdapters(ports.registry.adapters),
-            aliases=ServedAliases(ports.registry.aliases, lambda: self.front.settings.aliases),
-            sleepers=Sleepers(
-                ports.registry.on_demand,
-                settings.models,
-                lambda: self.front.running_models(),
-                lambda name: self.front.is_ready(name),
-            ),
             allowances=Allowances(ports.registry, self._background),
             spans=tracing.tracer(),
             new_id=ports.new_id,
@@ -273,40 +211,56 @@ class Gateway:
             records=ports.records,
         )
 
+    def _make_directory(self) -> ModelDirectory:
+        registry = self._ports.registry
+        return ModelDirectory(
+            self.shared,
+            ServedAdapters(registry.adapters),
+            ServedAliases(registry.aliases, lambda: self.shared.settings.aliases),
+            Sleepers(
+                registry.on_demand,
+                self.settings.models,
+                lambda: self.directory.running_models(),
+                lambda name: self.directory.is_ready(name),
+            ),
+        )
+
     def _make_llm(self, key: ModelKey, model: ServedModel) -> LLM:
         """With what is of one model alone: nobody else waits for what it has waiting."""
-        front, registry, now = self.front, self._ports.registry, self.front.settings
-        pool = WorkerPool(front.view, key, self._ports.connect, self._judging)
+        shared, registry, now = self.shared, self._ports.registry, self.shared.settings
+        pool = WorkerPool(shared.view, key, self._ports.connect, self._judging)
         cluster = ClusterAccess(
-            self._make_router(registry, front.view, self._replica, key, now.disaggregation), pool, front.spans,
-            self._background, front.deadlines, self._turns, Deaths(registry.death),
+            self._make_router(registry, shared.view, self._replica, key, now.disaggregation), pool, shared.spans,
+            self._background, shared.deadlines, self._turns, Deaths(registry.death),
         )  # fmt: skip
         admission = Admission(FairQueue(_weights(now)), now.max_queued)
-        metrics = front.metrics.of(key.name)
+        metrics = shared.metrics.of(key.name)
         limits = MigrationLimits(now.migration_limit, now.migration_wait_s)
-        pipeline = Pipeline(cluster, admission, metrics, lambda: self._ports.new_id()[-8:], limits, front.records)
-        return LLM(key, model, pool, pipeline, admission, metrics, front)
+        pipeline = Pipeline(cluster, admission, metrics, lambda: self._ports.new_id()[-8:], limits, shared.records)
+        return LLM(
+            key, model, pool, pipeline, admission, metrics, shared, partial(self.directory.sleepers.note_use, key.name)
+        )
 
     def _tasks_of(self, llm: LLM) -> list[Awaitable[None]]:
         decodes_prefill = self.settings.disaggregation is Disaggregation.AUTO
 
         def capacity() -> Capacity | None:
-            now = self.front.settings
+            now = self.shared.settings
             return capacity_of(llm.pool.workers, now.prefill_queue_tokens, now.max_admitted_tokens, decodes_prefill)
 
         others = partial(self._ports.registry.other_demands, llm.key)
-        return [llm.pool.run(), llm.admission.run(self.front.view, capacity, others)]
+        return [llm.pool.run(), llm.admission.run(self.shared.view, capacity, others)]
 
     def _take_over(self, settings: GatewaySettings) -> None:
         """Settings that may change while it runs: requests that come from now on see them."""
-        self.front.settings, weights = settings, _weights(settings)
-        for admission in (self.front.text_turns.admission, *(llm.admission for llm in self.front.llms.values())):
+        self.shared.state.settings, weights = settings, _weights(settings)
+        for admission in (self.shared.text_turns.admission, *(llm.admission for llm in self.directory.llms.values())):
             admission.take_over(weights, settings.max_queued)
         self._ports.tune(settings.log_level, settings.trace_sampling)
 
     async def _serve(self) -> None:
         settings = self.settings
-        self._grpc = await self._ports.serve([LLMService(self.front).servicer], settings.host, settings.grpc_port)
+        self._grpc = await self._ports.serve([LLMService(self.directory).servicer], settings.host, settings.grpc_port)
         self._stack.push_async_callback(self._grpc.stop, GRPC_GRACE_S)
         if settings.health_port is not None:
             await self._grpc.add_probes(settings.host, settings.health_port, DrainService(self.drain).servicer)
@@ -324,13 +278,13 @@ class Gateway:
         log.info("serving", http=self.http_port, grpc=self._grpc.port)
 
     def _announced(self, addresses: list[str]) -> tuple[GatewayAddress, Demands]:
-        demands = {key.text: llm.admission.demand for key, llm in self.front.llms.items()}
-        return GatewayAddress(", ".join(self.front.names), *addresses), demands
+        demands = {key.text: llm.admission.demand for key, llm in self.directory.llms.items()}
+        return GatewayAddress(", ".join(self.directory.names), *addresses), demands
 
     def _make_doors(self, serve: Callable[[Any, str, int, bool], Door]) -> list[Door]:
         settings = self.settings
-        traces = RecentRequests(self._ports.recent, lambda: self.front.connections)
-        app = build_app(self.front, self._ports.wall, self.check_integrity, traces, self._running, self._console)
+        traces = RecentRequests(self._ports.recent, lambda: self.directory.connections)
+        app = build_app(self.directory, self._ports.wall, self.check_integrity, traces, self._running, self._console)
         doors = [serve(app, settings.host, settings.http_port, settings.shares_ports)]
         if settings.own_http_port is not None:
             doors.append(serve(app, settings.host, settings.own_http_port, False))
@@ -348,7 +302,7 @@ class Gateway:
         """gRPC health says what /health/ready says."""
         known: bool | None = None
         while True:
-            ready, found = self.front.readiness()
+            ready, found = self.readiness()
             if ready is not known:
                 await self._grpc.set_serving(ready)
                 log.info("ready" if ready else "not ready", **found)
@@ -359,22 +313,22 @@ class Gateway:
 
     async def _drain(self) -> None:
         drain_s = self.settings.drain_s
-        self.front.leaving = True
+        self.shared.state.leaving = True
         await self._grpc.set_serving(False)
         grpc = asyncio.create_task(self._grpc.stop(drain_s))
         going = asyncio.create_task(self._turn_away())
         await asyncio.wait({going}, timeout=drain_s)
         going.cancel()
-        self.front.stopping = True
+        self.shared.state.stopping = True
         stopping = partial(Unavailable, "the gateway is stopping", code="stopping")
-        for llm in self.front.llms.values():
+        for llm in self.directory.llms.values():
             llm.admission.stop(stopping)
             llm.pool.stop(stopping)
         stops = (door.stop() for door in self._doors)
         await asyncio.gather(grpc, self._grpc.stop(GRPC_GRACE_S), *stops, return_exceptions=True)
         try:
             async with asyncio.timeout(FREE_WAIT_S):
-                await self.front.detached.drain()
+                await self.shared.detached.drain()
                 await self._background.drain()
         except TimeoutError:
             log.warning(
@@ -386,7 +340,7 @@ class Gateway:
         await asyncio.sleep(min(CLOSING_S, self.settings.drain_s / 10))
         for door in self._doors:
             door.close()
-        while self.front.running:
+        while self.shared.state.running:
             await asyncio.sleep(IDLE_CHECK_S)
 
 

@@ -138,7 +138,7 @@ def test_started_in_any_order(theatre: Theatre, order: tuple[str, ...]) -> None:
             else:
                 cluster.start(name)
         async with asyncio.timeout(READY_WITHIN_S):
-            while "g0" not in cluster.gateways or not cluster.gateways["g0"].front.readiness()[0]:
+            while "g0" not in cluster.gateways or not cluster.gateways["g0"].readiness()[0]:
                 await asyncio.sleep(0.001)
         for _ in range(1 + NUM_WARM):
             await clients.ask()

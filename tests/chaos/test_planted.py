@@ -19,6 +19,7 @@ import pytest
 from services.decode.block_queue import BlockQueue
 from services.decode.sequences import DecodeSequences
 from services.gateway.admission import Admission
+from services.gateway.directory.roster import Roster
 from services.gateway.errors import WorkerLost
 from services.gateway.generation import pipeline
 from services.gateway.generation.attempt import Attempt
@@ -26,7 +27,6 @@ from services.gateway.generation.choice import Choice
 from services.gateway.generation.migration import Migration
 from services.gateway.generation.pipeline import Pipeline
 from services.gateway.generation.suspicion import Suspicion
-from services.gateway.roster import Roster
 from services.gateway.routing import Router
 from services.gateway.workers import Mailbox, WorkerPool
 from tandem.engine.null_runner import NullRunner
@@ -292,7 +292,7 @@ def prolong_the_deadline_at_each_migration(patch: Patch) -> None:
 def a_model_that_has_left_keeps_its_tasks(patch: Patch) -> None:
     async def drop(roster: Roster, key: ModelKey) -> None:
         roster._lives.pop(key)
-        roster.front.llms.pop(key, None)
+        roster.directory.llms.pop(key, None)
 
     patch.setattr(Roster, "_drop", drop)
 

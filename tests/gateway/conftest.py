@@ -39,7 +39,7 @@ async def eventually(check: Callable[[], bool | Awaitable[bool]], within_s: floa
 
 def connected(gateway: Gateway, info: WorkerInfo) -> bool:
     """False, too, where the gateway has loaded no model yet."""
-    return any(llm.pool.connected(info) for llm in gateway.front.llms.values())
+    return any(llm.pool.connected(info) for llm in gateway.directory.llms.values())
 
 
 @pytest.fixture(scope="session")
@@ -121,15 +121,15 @@ async def lonely_gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
     """It knows the model of a worker that has left, for as long as a module's tests take."""
     registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.gateway.roster.GONE_S", 1e9)
+        patch.setattr("services.gateway.directory.roster.GONE_S", 1e9)
         async with make_gateway(settings) as gateway:
             async with peers_on(registry, lambda spec: []) as peers:
                 peer = await peers.add_decode()
-                await eventually(lambda: bool(gateway.front.llms))
+                await eventually(lambda: bool(gateway.directory.llms))
                 peer.heartbeat.cancel()
                 await registry.deregister("d", peer.info.incarnation)
-                await eventually(lambda: not gateway.front.view.workers)
-            await eventually(lambda: not gateway.front.connections)
+                await eventually(lambda: not gateway.shared.view.workers)
+            await eventually(lambda: not gateway.directory.connections)
             yield gateway
 
 
@@ -143,7 +143,7 @@ async def peers(settings: GatewaySettings, tokenizer: Tokenizer) -> AsyncIterato
 async def gateway(settings: GatewaySettings, peers: Peers) -> AsyncIterator[Gateway]:
     """Started and ready."""
     async with make_gateway(settings) as gateway:
-        await eventually(lambda: gateway.front.readiness()[0])
+        await eventually(lambda: gateway.readiness()[0])
         yield gateway
 
 
@@ -183,7 +183,7 @@ async def others(settings: GatewaySettings, gateway: Gateway, tmp_path: Path) ->
 
 async def joined(gateway: Gateway, name: str = OTHER) -> None:
     def ready() -> bool:
-        return bool(gateway.front.readiness()[1]["models"].get(name, {}).get("ready"))
+        return bool(gateway.readiness()[1]["models"].get(name, {}).get("ready"))
 
     await eventually(ready)
 

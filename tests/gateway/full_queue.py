@@ -29,7 +29,7 @@ async def _make_it_forecast(admission: Admission) -> None:
 @asynccontextmanager
 async def full(gateway: Gateway) -> AsyncIterator[Admission]:
     """Others of tenant t wait, as many as it takes."""
-    admission = gateway.front.llm_of(None).admission
+    admission = gateway.directory.llm_of(None).admission
     await _make_it_forecast(admission)
     held, tasks, deadline = list[Work](), list[asyncio.Task[None]](), asyncio.get_running_loop().time() + 100
     while True:

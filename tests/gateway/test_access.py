@@ -71,7 +71,7 @@ async def guarded(
     """A gateway that asks for keys; nobody has one yet."""
     ring.file.write_text("{}", encoding="utf-8")
     async with make_gateway(settings.model_copy(update={"api_keys": ring.file})) as gateway:
-        await eventually(lambda: gateway.front.readiness()[0])
+        await eventually(lambda: gateway.readiness()[0])
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http:
             yield gateway, http
 
@@ -199,7 +199,7 @@ async def test_a_file_that_turns_bad_changes_nothing(guarded: tuple[Gateway, htt
         ring.file.write_text(bad, encoding="utf-8")
         with pytest.raises(ValueError, match=r"keys\.json"):
             read_keys(ring.file)
-        await gateway.front.access._follow(ring.file)
+        await gateway.shared.access._follow(ring.file)
         assert await known()
 
 
@@ -291,7 +291,7 @@ async def limited(
     async def make(**limits: float) -> dict[str, str]:
         key = ring.add("acme")
         tiered(ring, **limits)
-        await guarded[0].front.access._follow(ring.file)
+        await guarded[0].shared.access._follow(ring.file)
         return key
 
     return make
@@ -415,7 +415,7 @@ async def test_without_redis_nobody_is_refused(
     gateway, http = guarded
     key = await limited(requests_per_minute=1)
     nowhere = Registry.connect("redis://127.0.0.1:1", timeout=0.2)
-    monkeypatch.setattr(gateway.front.allowances, "_registry", nowhere)
+    monkeypatch.setattr(gateway.shared.allowances, "_registry", nowhere)
     for _ in range(3):
         assert (await complete(http, key)).status_code == 200
     await nowhere.close()
@@ -435,7 +435,7 @@ async def test_a_key_names_the_models_and_adapters_it_may_use(
     for name in ("sql", "law"):
         await registry.adapters.put(name, AdapterRef(name, name, "r" + name))
     await registry.close()
-    await gateway.front.adapters.refresh()
+    await gateway.directory.adapters.refresh()
 
     async def listed(name: str) -> list[str]:
         found = await http.get("/v1/models", headers=keys[name])

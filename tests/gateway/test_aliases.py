@@ -96,7 +96,7 @@ async def answered_by(http: httpx.AsyncClient, path: str = "completions", **body
 
 async def aliased(gateway: Gateway, name: str = FAST, to: frozenset[str] = frozenset({OTHER, MODEL})) -> None:
     async with asyncio.timeout(SOON_S):
-        while (found := gateway.front.aliases.find(name)) is None or found.targets.keys() != to:
+        while (found := gateway.directory.aliases.find(name)) is None or found.targets.keys() != to:
             await asyncio.sleep(0.01)
 
 
@@ -121,7 +121,7 @@ async def test_all_gateways_follow_what_is_said_at_run_time(
         assert "75.0%" in await told(models, "list")
         await told(models, "unalias", FAST)
         async with asyncio.timeout(SOON_S):
-            while FAST in gateway.front.aliases.names or FAST in other.front.aliases.names:
+            while FAST in gateway.directory.aliases.names or FAST in other.directory.aliases.names:
                 await asyncio.sleep(0.01)
     assert (await http.post("/v1/completions", json=BODY)).status_code == 404
 
@@ -159,7 +159,7 @@ async def test_a_fallback_answers_while_the_others_have_no_workers_and_says_so(
     await joined(gateway)
     assert [await answered_by(http) for _ in range(4)] == [MODEL] * 4
     await leave(peers, "d", "p")
-    await eventually(lambda: not gateway.front.llm_of(MODEL).seats)
+    await eventually(lambda: not gateway.directory.llm_of(MODEL).seats)
     answer = await http.post("/v1/completions", json=BODY)
     assert answer.headers["x-tandem-model"] == OTHER
     assert answer.headers["x-tandem-model-reason"] == f"fallback of {FAST}: no workers of {MODEL}"
@@ -169,7 +169,7 @@ async def test_a_fallback_answers_while_the_others_have_no_workers_and_says_so(
     assert plain.status_code == 503, "nobody asked for a fallback of the model itself"
     await peers.add_decode()
     await peers.add_prefill()
-    await eventually(lambda: gateway.front.llm_of(MODEL).seats > 0)
+    await eventually(lambda: gateway.directory.llm_of(MODEL).seats > 0)
     assert await answered_by(http) == MODEL
     lines = (await http.get("/metrics")).text.splitlines()
     counted = "tandem_alias_requests_total"
@@ -193,7 +193,7 @@ async def test_whose_model_loses_its_workers_before_a_first_token_is_answered_by
     await leave(others, "other-p")  # which would send the first token
     others.workers["other-d"].servicer.step_s = 60.0
     asking = asyncio.create_task(http.post("/v1/completions", json={**BODY, "stream": streamed}))
-    await eventually(lambda: any(one.running for one in gateway.front.llm_of(OTHER).pool.connections))
+    await eventually(lambda: any(one.running for one in gateway.directory.llm_of(OTHER).pool.connections))
     await leave(others, "other-d")
     async with asyncio.timeout(20.0):
         answer = await asking
@@ -272,7 +272,7 @@ async def test_an_adapter_may_stand_behind_an_alias(
     registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=30.0)
     await registry.adapters.put("sql", AdapterRef("sql", "sql", "r1", MODEL))
     await registry.close()
-    await gateway.front.adapters.refresh()
+    await gateway.directory.adapters.refresh()
     assert await answered_by(http) == "sql"
     assert peers.decode.seen[-1].adapter.revision == "r1"
 
@@ -284,7 +284,7 @@ async def guarded(settings: GatewaySettings, peers: Peers, tmp_path: Path) -> As
     key = {"id": "0" * 8, "sha256": secret, "tenant": "acme", "models": [FAST]}
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [key]}), encoding="utf-8")
     async with make_gateway(settings.model_copy(update={"api_keys": tmp_path / "keys.json"})) as gateway:
-        await eventually(lambda: gateway.front.readiness()[0])
+        await eventually(lambda: gateway.readiness()[0])
         headers = {"authorization": "Bearer tk-00000000-password"}
         base = f"http://127.0.0.1:{settings.http_port}"
         async with httpx.AsyncClient(base_url=base, timeout=60, headers=headers) as http:
@@ -319,7 +319,7 @@ async def test_what_the_registry_says_that_is_none_is_passed_by(
     await registry.close()
     await told(models, "alias", f"{FAST}={MODEL}")
     await aliased(gateway, to=frozenset({MODEL}))
-    assert gateway.front.aliases.names == [FAST]
+    assert gateway.directory.aliases.names == [FAST]
     assert await answered_by(http) == MODEL
     with pytest.raises(SystemExit, match="is no alias that"):
         await told(models, "unalias", "neither")

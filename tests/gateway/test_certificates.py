@@ -42,10 +42,10 @@ async def test_a_renewed_certificate_counts_at_the_gateway(
 ) -> None:
     paths = {"tls_cert": files.certificate, "tls_key": files.key, "tls_ca": files.ca}
     async with make_gateway(settings.model_copy(update=paths)) as gateway:
-        await eventually(lambda: gateway.front.readiness()[0])
+        await eventually(lambda: gateway.readiness()[0])
         put(Authority(tmp_path / "new").issue("cluster"), files)
         await asyncio.sleep(0.5)
-        assert gateway.front.readiness()[0], "a connection that stands goes on"
+        assert gateway.readiness()[0], "a connection that stands goes on"
         await peers.cut("d")
-        await eventually(lambda: not gateway.front.readiness()[0])
-        await eventually(lambda: gateway.front.readiness()[0])
+        await eventually(lambda: not gateway.readiness()[0])
+        await eventually(lambda: gateway.readiness()[0])

@@ -55,7 +55,7 @@ async def test_whole_and_streamed(client: AsyncClient, gateway: Gateway) -> None
 async def test_a_stream_that_is_left_is_cancelled(client: AsyncClient, gateway: Gateway) -> None:
     async with aclosing(client.stream("once upon", max_tokens=200)) as parts:
         await anext(parts)
-    await eventually(lambda: not gateway.front.running)
+    await eventually(lambda: not gateway.shared.state.running)
 
     def plain() -> None:
         address = f"127.0.0.1:{gateway.grpc_port}"
@@ -63,7 +63,7 @@ async def test_a_stream_that_is_left_is_cancelled(client: AsyncClient, gateway: 
             next(parts)
 
     await asyncio.to_thread(plain)
-    await eventually(lambda: not gateway.front.running)
+    await eventually(lambda: not gateway.shared.state.running)
 
 
 async def test_errors_name_the_field(client: AsyncClient) -> None:

@@ -21,6 +21,7 @@ from services.gateway.console import console as console_module
 from services.gateway.console import history, links
 from services.gateway.console.history import quantile
 from services.gateway.console.routes import FOLDER
+from services.gateway.directory import readiness
 from services.gateway.generation.record import RequestRecords
 from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL, Peers
@@ -152,17 +153,17 @@ async def test_many_who_look_cost_as_one(
     monkeypatch.setattr(console_module, "AGAIN_S", 60.0)
     monkeypatch.setattr(links, "EVERY_S", 60.0)
     built, asked = [], []
-    readiness, ask = type(gateway.front).readiness, links.LinkBook._ask
+    of_model, ask = readiness.of_model, links.LinkBook._ask
 
     def count_built(llm: Any) -> Any:
         built.append(0)
-        return readiness(llm)
+        return of_model(llm)
 
     def count_asked(book: Any) -> Any:
         asked.append(0)
         return ask(book)
 
-    monkeypatch.setattr(type(gateway.front), "readiness", count_built)
+    monkeypatch.setattr(readiness, "of_model", count_built)
     monkeypatch.setattr(links.LinkBook, "_ask", count_asked)
     await feed_of(http)
     before = len(built)
@@ -178,7 +179,7 @@ async def keyed(settings: GatewaySettings, file: Path) -> AsyncIterator[httpx.As
         make_gateway(settings.model_copy(update={"api_keys": file})) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http,
     ):
-        await eventually(lambda: gateway.front.readiness()[0])
+        await eventually(lambda: gateway.readiness()[0])
         yield http
 
 

@@ -38,13 +38,13 @@ async def everything_free(peers: Peers, gateway: Gateway) -> None:
         )
         connections = [
             connection.running + len(connection.stream)
-            for connection in gateway.front.llm_of(None).pool._connections.values()
+            for connection in gateway.directory.llm_of(None).pool._connections.values()
         ]
         inside = (
-            gateway.front.llm_of(None).admission.admitted.tokens
-            or gateway.front.llm_of(None).admission.check_integrity()
+            gateway.directory.llm_of(None).admission.admitted.tokens
+            or gateway.directory.llm_of(None).admission.check_integrity()
         )
-        return not (held or any(connections) or gateway.front.running or inside) and await peers.reserved() == 0
+        return not (held or any(connections) or gateway.shared.state.running or inside) and await peers.reserved() == 0
 
     await eventually(free)
 
@@ -53,7 +53,7 @@ async def test_integrity_names_what_no_answer_accounts_for(http: httpx.AsyncClie
     whole = (await http.get("/debug/integrity")).json()
     assert whole["whole"]
     assert whole["held"]["attempts"] == whole["held"]["mailboxes"] == 0
-    connection = next(c for c in gateway.front.llm_of(None).pool.connections if c.info.role is Role.DECODE)
+    connection = next(c for c in gateway.directory.llm_of(None).pool.connections if c.info.role is Role.DECODE)
     mailbox = connection.stream.attach("lost")
     broken = (await http.get("/debug/integrity")).json()
     assert broken["violations"] == [
@@ -70,7 +70,7 @@ async def post(http: httpx.AsyncClient, body: dict[str, Any], **headers: str) ->
 
 def received(gateway: Gateway) -> int:
     """Tokens that the gateway has of the answer that has most."""
-    streams = [connection.stream for connection in gateway.front.llm_of(None).pool.connections]
+    streams = [connection.stream for connection in gateway.directory.llm_of(None).pool.connections]
     return max((mailbox.next_index for stream in streams for mailbox in stream._mailboxes.values()), default=0)
 
 
@@ -105,7 +105,7 @@ async def test_a_stream_that_cannot_be_written_is_opened_anew(
     http: httpx.AsyncClient, peers: Peers, gateway: Gateway
 ) -> None:
     """Else what is asked would never leave, on a stream that looks open."""
-    stream = next(c for c in gateway.front.llm_of(None).pool.connections if c.info.role is Role.DECODE).stream
+    stream = next(c for c in gateway.directory.llm_of(None).pool.connections if c.info.role is Role.DECODE).stream
 
     class BrokenMailbox(deque[Any]):
         def popleft(self) -> Any:
@@ -139,7 +139,7 @@ async def test_a_request_is_over_once_both_workers_say_so(
 
 async def test_a_request_cancelled_at_any_moment(gateway: Gateway, peers: Peers) -> None:
     """So many turns of the event loop after it began, or after its workers were chosen."""
-    chosen = gateway.front.llm_of(None).pipeline.cluster.router._offline._own
+    chosen = gateway.directory.llm_of(None).pipeline.cluster.router._offline._own
     for turns, after_choice in ((turns, after) for turns in range(60) for after in (False, True)):
         request = asyncio.create_task(first_tokens(gateway, f"r{turns}"))
         while after_choice and not chosen:
@@ -155,10 +155,10 @@ async def test_a_request_cancelled_at_any_moment(gateway: Gateway, peers: Peers)
 async def first_tokens(gateway: Gateway, name: str) -> None:
     now = asyncio.get_running_loop().time()
     request = Generation(
-        operation="chat", request_id=name, model=gateway.front.llm_of(None).model, prompts=[[5] * 20], n=1, given={},
-        sampling=SamplingParams(max_tokens=8), deadline=now + 20, arrived=now,
+        operation="chat", request_id=name, model=gateway.directory.llm_of(None).model, prompts=[[5] * 20], n=1,
+        given={}, sampling=SamplingParams(max_tokens=8), deadline=now + 20, arrived=now,
     )  # fmt: skip
-    async with aclosing(gateway.front.llm_of(None).answer(request, "prompt").deltas()) as deltas:
+    async with aclosing(gateway.directory.llm_of(None).answer(request, "prompt").deltas()) as deltas:
         await anext(deltas)
 
 
@@ -191,8 +191,8 @@ async def test_a_client_that_does_not_read(gateway: Gateway, peers: Peers) -> No
     _, writer = await asyncio.open_connection("127.0.0.1", gateway.settings.http_port, limit=1024)
     writer.write(head % len(body) + body)
     await writer.drain()
-    await eventually(lambda: gateway.front.accepted > 0)
-    await eventually(lambda: not gateway.front.running)
+    await eventually(lambda: gateway.shared.state.accepted > 0)
+    await eventually(lambda: not gateway.shared.state.running)
     await everything_free(peers, gateway)
     writer.close()
 
@@ -206,7 +206,7 @@ async def test_decode_dies_mid_stream(http: httpx.AsyncClient, peers: Peers, gat
         rest = [part async for part in parts]
     error = json.loads(rest[-1])["error"]
     assert (error["type"], error["code"]) == ("service_unavailable", "worker_lost")
-    await eventually(lambda: not gateway.front.running)
+    await eventually(lambda: not gateway.shared.state.running)
 
 
 @with_settings(migration_wait_s=30.0)
@@ -250,12 +250,12 @@ async def test_one_that_answers_is_chosen_before_a_silent_one_that_was_starved(
     http: httpx.AsyncClient, peers: Peers, gateway: Gateway
 ) -> None:
     """The silent one is waited for only where no other answers."""
-    pool = gateway.front.llm_of(None).pool
+    pool = gateway.directory.llm_of(None).pool
     peers.decode.ping(starvation=15.0)
     await eventually(lambda: bool(pool.doubtful()))
     answers = [await post(http, SHORT)]
     await peers.add_decode("d2")
-    await eventually(lambda: gateway.front.readiness()[1]["linked_pairs"] == 2)
+    await eventually(lambda: gateway.readiness()[1]["linked_pairs"] == 2)
     await eventually(lambda: pool.doubtful() == {peers.decode.incarnation})
     answers += [await post(http, SHORT) for _ in range(4)]
     workers = [answer.json()["usage"]["tandem"][0]["decode_worker"] for answer in answers]
@@ -271,7 +271,7 @@ async def test_decode_dies_while_the_prompt_is_prefilled(
     request = asyncio.create_task(post(http, SHORT))
     await eventually(lambda: bool(peers.prefill.running))
     await peers.add_decode("d2")
-    await eventually(lambda: gateway.front.readiness()[1]["linked_pairs"] == 2)
+    await eventually(lambda: gateway.readiness()[1]["linked_pairs"] == 2)
     await peers.workers["d"].die()
     await eventually(lambda: len(peers.prefill.seen) == 2)
     peers.prefill.hold.set()
@@ -404,7 +404,7 @@ async def test_a_restarted_decode_worker_serves_at_once(
         peers.decode.step_s = 0
         *_, last = [event async for event in events]
     assert last == "[DONE]"
-    assert gateway.front.llm_of(None).pool.connected(new.info)
+    assert gateway.directory.llm_of(None).pool.connected(new.info)
     after = await post(http, SHORT)
     assert after.status_code == 200, after.text
     assert [spec.num_prior_tokens > 0 for spec in peers.decode.seen] == [True, False]
@@ -420,11 +420,11 @@ async def test_redis_frozen_fails_no_request(
         frozen = make_settings(own, disaggregation=Disaggregation.PREFER).model_copy(update={"http_port": port})
         await peers.move_to(own, frozen.namespace)
         async with make_gateway(frozen) as gateway, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-            await eventually(lambda: gateway.front.readiness()[0])
+            await eventually(lambda: gateway.readiness()[0])
             own.pause()
             try:
                 answer = await http.post("/v1/completions", json=SHORT, timeout=60)
-                await eventually(lambda: gateway.front.view.stale)
+                await eventually(lambda: gateway.shared.view.stale)
                 ready = await http.get("/health/ready")
             finally:
                 own.resume()
@@ -485,7 +485,7 @@ async def test_a_request_waits_a_moment_for_a_lease_to_be_renewed(
     await eventually(lambda: bool(peers.decode.held))
     peers.workers["d"].heartbeat.cancel()
     await peers.registry.heartbeat(info, peers._load(), 0.3)  # the last one for longer than that
-    await eventually(lambda: all(worker.info.worker_id != "d" for worker in gateway.front.view.workers))
+    await eventually(lambda: all(worker.info.worker_id != "d" for worker in gateway.shared.view.workers))
     waiting = asyncio.create_task(post(http, SHORT))
     await asyncio.sleep(0.2)
     assert not waiting.done()

@@ -187,7 +187,7 @@ async def test_bodies_of_http_while_others_wait(gateway: Gateway, http: httpx.As
 
 async def test_bodies_of_http(gateway: Gateway, http: httpx.AsyncClient) -> None:
     assert await statuses_of_bodies(http) >= {200, 400}
-    await eventually(lambda: gateway.front.readiness()[0])
+    await eventually(lambda: gateway.readiness()[0])
 
 
 async def statuses_of_bodies(http: httpx.AsyncClient) -> set[int]:
@@ -213,10 +213,11 @@ async def test_bodies_of_anthropics_messages(gateway: Gateway, http: httpx.Async
             said = answer.headers["content-type"].startswith("application/json") and answer.json()
             assert answer.status_code == 200 or said["type"] == "error", body
         with contextlib.suppress(InvalidRequest):
-            COUNTED.reduce(body, gateway.front.llm_of(None).bounds, gateway.front.llm_of(None).model.chat_template)
+            llm = gateway.directory.llm_of(None)
+            COUNTED.reduce(body, llm.bounds, llm.model.chat_template)
     assert [body for status, body in seen if status >= 500] == []
     assert {status for status, _ in seen} >= {200, 400}
-    await eventually(lambda: gateway.front.readiness()[0])
+    await eventually(lambda: gateway.readiness()[0])
 
 
 async def test_tools_and_items_of_responses(gateway: Gateway, http: httpx.AsyncClient) -> None:
@@ -226,7 +227,7 @@ async def test_tools_and_items_of_responses(gateway: Gateway, http: httpx.AsyncC
         seen.append((answer.status_code, body))
     assert [body for status, body in seen if status not in (200, 400)] == []
     assert {status for status, _ in seen} == {200, 400}
-    await eventually(lambda: gateway.front.readiness()[0])
+    await eventually(lambda: gateway.readiness()[0])
 
 
 @pytest.mark.long
@@ -239,7 +240,7 @@ async def test_tools_and_calls_of_chats(gateway: Gateway, http: httpx.AsyncClien
         assert answer.status_code == 200 or answer.json()["error"]["param"], body
     assert [body for status, body in seen if status not in (200, 400)] == []
     assert {status for status, _ in seen} == {200, 400}
-    await eventually(lambda: gateway.front.readiness()[0])
+    await eventually(lambda: gateway.readiness()[0])
 
 
 async def test_messages_of_grpc(gateway: Gateway) -> None:

@@ -185,8 +185,8 @@ async def test_a_client_that_does_not_read(gateway: Gateway, peers: Peers) -> No
         stub: Any = llm_pb2_grpc.LLMServiceStub(channel)
         call = stub.Generate(asked)
         await call.read()
-        (answer,) = gateway.front.running
-        await eventually(lambda: not gateway.front.running)
+        (answer,) = gateway.shared.state.running
+        await eventually(lambda: not gateway.shared.state.running)
         await everything_free(peers, gateway)
         assert asyncio.get_running_loop().time() > answer.request.deadline  # it was not all written
         call.cancel()

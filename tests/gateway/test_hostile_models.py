@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 from services.gateway import Gateway, GatewaySettings
+from services.gateway.directory.roster import RETRY_S
 from services.gateway.model import ModelHelper
-from services.gateway.roster import RETRY_S
 from services.gateway.untrusted import ChatTemplate
 from tandem.containment import Bounds
 from tandem.local import RedisServer
@@ -128,9 +128,9 @@ def changed(folder: Path, to: Path, **files: str | Callable[[dict[str, Any]], No
 
 async def unserved(gateway: Gateway, name: str) -> str:
     """Returns why a model is not served, once that is known."""
-    await eventually(lambda: any(f"model {name}:" in why for why in gateway.front.problems.values()))
-    assert name not in gateway.front.names
-    return next(why for why in gateway.front.problems.values() if f"model {name}:" in why)
+    await eventually(lambda: any(f"model {name}:" in why for why in gateway.directory.problems.values()))
+    assert name not in gateway.directory.names
+    return next(why for why in gateway.directory.problems.values() if f"model {name}:" in why)
 
 
 @pytest.fixture(autouse=True)
@@ -239,6 +239,6 @@ async def test_fingerprints_of_another_shape_are_refused_by_name(
     for i, fingerprint in enumerate(["..", "../../x", "/etc", "x" * 32, "A" * 32, "a" * 64, "\0", "a\n"]):
         odd = replace(known, worker_id=f"odd-{i}", incarnation=f"{i:032x}", fingerprint=fingerprint, model=OTHER)
         await peers.registry.register(odd, LOAD, 30.0)
-        await eventually(lambda name=f"odd-{i}": "no fingerprint" in gateway.front.problems.get(name, ""))
-    assert gateway.front.names == [MODEL]
+        await eventually(lambda name=f"odd-{i}": "no fingerprint" in gateway.directory.problems.get(name, ""))
+    assert gateway.directory.names == [MODEL]
     assert removed == []

@@ -343,7 +343,7 @@ async def test_a_client_that_reads_slowly_misses_nothing(
         if len(sent) > 3:
             await reads.wait()
 
-    app = GenerateEndpoint(gateway.front, read_completion, COMPLETION, lambda: 0.0)
+    app = GenerateEndpoint(gateway.directory, read_completion, COMPLETION, lambda: 0.0)
     answering = asyncio.create_task(app({"headers": [], "http_version": "1.1"}, received.get, send))
     await eventually(lambda: len(sent) >= 4 and not peers.decode.held)
     assert len(sent) == 4

@@ -87,7 +87,7 @@ async def test_a_request_whose_turn_does_not_come_ends_by_its_deadline(
     async def never() -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(gateway.front.intake, "begin", never)
+    monkeypatch.setattr(gateway.shared.intake, "begin", never)
     answer = await http.post(
         "/v1/completions", json={"model": MODEL, "prompt": "x"}, headers={"x-request-timeout-ms": "200"}
     )

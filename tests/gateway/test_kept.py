@@ -70,7 +70,7 @@ async def test_a_response_goes_on_from_another_at_any_gateway(
     counted = await client.responses.input_tokens.count(model=MODEL, input="more", previous_response_id=first.id)
     other = settings.model_copy(update={"http_port": free_ports(1)[0]})
     async with make_gateway(other) as gateway, client_of(f"http://127.0.0.1:{other.http_port}") as there:
-        await eventually(lambda: gateway.front.readiness()[0])
+        await eventually(lambda: gateway.readiness()[0])
         asked = {**ASKED, "input": "more", "previous_response_id": first.id, "stream": True}
         events = [event async for event in await there.responses.create(**asked)]
         last: Any = events[-1]
@@ -354,8 +354,8 @@ async def test_a_background_stream_has_one_end(client: AsyncOpenAI) -> None:
 async def test_an_end_that_is_kept_before_its_events_were_told_waits_for_them(
     client: AsyncOpenAI, gateway: Gateway
 ) -> None:
-    front = gateway.front
-    store = kept_of(front, front.access.tenant(front.access.authenticate(KEY), KEY, "", "user"))
+    shared = gateway.shared
+    store = kept_of(shared, shared.access.tenant(shared.access.authenticate(KEY), KEY, "", "user"))
     assert store is not None
     made = [event async for event in await client.responses.create(**ASKED, background=True, stream=True)]
     last: Any = made[-1]
@@ -390,14 +390,14 @@ async def test_a_cancelled_stream_has_one_end(client: AsyncOpenAI, http: httpx.A
 async def test_a_cancelled_response_frees_its_workers(client: AsyncOpenAI, gateway: Gateway, peers: Peers) -> None:
     peers.decode.step_s = 0.02
     queued = await client.responses.create(**LONG)
-    await eventually(lambda: bool(gateway.front.running))
+    await eventually(lambda: bool(gateway.shared.state.running))
     assert (await client.responses.cancel(queued.id)).status == "cancelled"
-    await eventually(lambda: not gateway.front.running and not len(gateway.front.detached))
+    await eventually(lambda: not gateway.shared.state.running and not len(gateway.shared.detached))
     assert (await client.responses.retrieve(queued.id)).status == "cancelled"
     queued = await client.responses.create(**LONG)
-    await eventually(lambda: bool(gateway.front.running))
+    await eventually(lambda: bool(gateway.shared.state.running))
     await client.responses.delete(queued.id)
-    await eventually(lambda: not gateway.front.running and not len(gateway.front.detached))
+    await eventually(lambda: not gateway.shared.state.running and not len(gateway.shared.detached))
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(queued.id)
     done = await client.responses.create(**ASKED)
@@ -410,13 +410,13 @@ async def test_a_background_response_of_a_worker_or_gateway_that_is_gone_has_fai
 ) -> None:
     peers.decode.step_s = 0.02
     queued = await client.responses.create(**LONG)
-    await eventually(lambda: bool(gateway.front.running))
+    await eventually(lambda: bool(gateway.shared.state.running))
     await peers.workers["d"].die()
     found = await ended(client, queued.id)
     assert (found.status, found.error.code) == ("failed", "server_error")
     slow: Any = (await peers.add_decode("d2")).servicer
     slow.step_s = 0.02
-    await eventually(lambda: gateway.front.readiness()[0])
+    await eventually(lambda: gateway.readiness()[0])
     monkeypatch.setattr("services.gateway.http.responses.background.ALIVE_S", 1)
     monkeypatch.setattr("services.gateway.http.responses.background.BEAT_S", 60.0)  # as if it were gone
     queued = await client.responses.create(**LONG)

@@ -161,7 +161,7 @@ async def test_ending_is_bounded_and_typed(settings: GatewaySettings, peers: Pee
 async def running(settings: GatewaySettings) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
     """A gateway that the test ends itself."""
     gateway = await make_gateway(settings).__aenter__()
-    await eventually(lambda: gateway.front.readiness()[0])
+    await eventually(lambda: gateway.readiness()[0])
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http:
         yield gateway, http
 
@@ -238,13 +238,13 @@ async def test_the_doctor_asks_every_gateway_also_where_they_share_ports(
     shared = settings.model_copy(update={"grpc_port": grpc})
     one, other = (make_gateway(shared.model_copy(update={"own_http_port": port})) for port in own)
     async with one, other:
-        await eventually(lambda: other.front.readiness()[0])
+        await eventually(lambda: other.readiness()[0])
 
         async def announced() -> bool:
             return len(await peers.registry.gateways()) == 2
 
         await eventually(announced)
-        other.front.llm_of(None).pool.connections[0].stream.attach("lost")
+        other.directory.llm_of(None).pool.connections[0].stream.attach("lost")
         asked = DoctorSettings(
             redis_url=settings.redis_url, namespace=settings.namespace, integrity=True, timeout_s=30.0
         )

@@ -57,7 +57,7 @@ async def anthropic(http: httpx.AsyncClient) -> AsyncIterator[AsyncAnthropic]:
 
 
 def template(gateway: Gateway, source: str) -> None:
-    object.__setattr__(gateway.front.llm_of(None).model, "chat_template", ChatTemplate(source, {}))
+    object.__setattr__(gateway.directory.llm_of(None).model, "chat_template", ChatTemplate(source, {}))
 
 
 async def whole_and_streamed(anthropic: AsyncAnthropic, **body: Any) -> list[dict[str, Any]]:
@@ -176,7 +176,7 @@ async def test_system_messages_stand_where_the_template_takes_them(
     ):
         says("ok")
         template(gateway, source)
-        model = gateway.front.llm_of(None).model
+        model = gateway.directory.llm_of(None).model
         text = prompt_of(model.chat_template, {"system": blocks, "messages": messages})
         assert text == expected
     short = [{"type": "text", "text": "Small."}]
@@ -217,7 +217,7 @@ async def test_deferred_tools_are_offered_once_they_were_found(
         template(gateway, TEMPLATE)
         await anthropic.beta.messages.create(**ASKED | {"tools": tools} | more)
         assert prompt_in(seen, tokenizer).startswith(begin)
-        reduced = prompt_of(gateway.front.llm_of(None).model.chat_template, {"tools": tools} | more)
+        reduced = prompt_of(gateway.directory.llm_of(None).model.chat_template, {"tools": tools} | more)
         assert reduced.startswith(begin)
 
 

@@ -112,7 +112,7 @@ async def auto(model_folder: Path, redis: RedisServer, peers: Peers) -> AsyncIte
     await peers.move_to(redis, settings.namespace)
     base = f"http://127.0.0.1:{settings.http_port}"
     async with make_gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=60) as client:
-        await eventually(lambda: gateway.front.readiness()[1]["linked_pairs"] == 1)
+        await eventually(lambda: gateway.readiness()[1]["linked_pairs"] == 1)
         yield client
 
 

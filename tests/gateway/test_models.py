@@ -62,7 +62,7 @@ async def test_each_prompt_is_rendered_and_read_as_its_model_does(
     await joined(gateway)
     padding = {"metadata": {f"k{i}": "v" * 400 for i in range(700)}} if large else {}
     for name, of, decode in ((OTHER, others, "other-d"), (MODEL, peers, "d")):
-        llm = gateway.front.llm_of(name)
+        llm = gateway.directory.llm_of(name)
         answer = await http.post("/v1/chat/completions", json={**CHAT, **padding, "model": name, "stream": stream})
         assert answer.status_code == 200, answer.text
         seen = of.workers[decode].servicer.seen[-1]
@@ -114,7 +114,7 @@ async def test_two_fingerprints_of_a_name_are_both_served_each_request_by_one(
     await leave(others, "other-d", "other-p")
     await others.add_decode("new-d")
     await others.add_prefill("new-p")
-    await eventually(lambda: gateway.front.readiness()[1]["linked_pairs"] == 2)
+    await eventually(lambda: gateway.readiness()[1]["linked_pairs"] == 2)
     served: Counter[str] = Counter()
     for number in range(40):
         asked = {**BODY, "prompt": f"once upon {number}", "max_tokens": 100, "seed": 0}
@@ -139,7 +139,7 @@ async def test_a_fingerprint_whose_workers_never_answer_has_no_share(
     others.model, others.silent = MODEL, True
     await leave(others, "other-d", "other-p")
     await others.add_decode("new-d")
-    await eventually(lambda: len([llm for llm in gateway.front.versions(MODEL) if llm.pool.workers]) == 2)
+    await eventually(lambda: len([llm for llm in gateway.directory.versions(MODEL) if llm.pool.workers]) == 2)
     for number in range(20):
         answer = await http.post("/v1/completions", json={**BODY, "prompt": f"once {number}"})
         assert (answer.status_code, answer.headers.get("x-tandem-decode-worker")) == (200, "d")
@@ -151,7 +151,7 @@ async def test_a_fingerprint_whose_workers_never_answer_has_no_share(
         assert silent[:12] in warning
         assert "new-d" in warning
     await leave(peers, "d", "p")
-    await eventually(lambda: not gateway.front.readiness()[0])
+    await eventually(lambda: not gateway.readiness()[0])
     late = await http.post("/v1/completions", json=BODY, headers={"x-request-timeout-ms": "3000"})
     assert late.status_code in (503, 504)
 
@@ -161,7 +161,7 @@ async def test_a_worker_that_never_answers_keeps_no_request_waiting(
 ) -> None:
     peers.silent = True
     await peers.add_decode("d2")
-    await eventually(lambda: gateway.front.llm_of(MODEL).pool.unmet() == {peers.workers["d2"].info.incarnation})
+    await eventually(lambda: gateway.directory.llm_of(MODEL).pool.unmet() == {peers.workers["d2"].info.incarnation})
     began = asyncio.get_running_loop().time()
     for number in range(20):
         answer = await http.post("/v1/completions", json={**BODY, "prompt": f"once {number}"})
@@ -187,8 +187,8 @@ async def test_a_flood_of_one_model_keeps_no_other_waiting(
     await joined(gateway)
     others.workers["other-d"].servicer.step_s = 30.0
     flood = [asyncio.create_task(http.post("/v1/completions", json=BODY | {"model": OTHER})) for _ in range(90)]
-    await eventually(lambda: len(gateway.front.llm_of(OTHER).admission) > 0)
-    assert len(gateway.front.llm_of(MODEL).admission) == 0
+    await eventually(lambda: len(gateway.directory.llm_of(OTHER).admission) > 0)
+    assert len(gateway.directory.llm_of(MODEL).admission) == 0
     for _ in range(5):
         answer = await http.post("/v1/completions", json=BODY, timeout=10.0)
         assert answer.status_code == 200
@@ -201,17 +201,17 @@ async def test_a_model_that_is_gone_for_good_takes_nothing_with_it(
     gateway: Gateway, http: httpx.AsyncClient, others: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its series go; what the gateway has done in all does not, of which the console shows rates."""
-    monkeypatch.setattr("services.gateway.roster.GONE_S", 0.5)
+    monkeypatch.setattr("services.gateway.directory.roster.GONE_S", 0.5)
     await joined(gateway)
     for _ in range(3):
         assert (await http.post("/v1/completions", json=BODY | {"model": OTHER})).status_code == 200
-    before = gateway.front.metrics.totals()
+    before = gateway.shared.metrics.totals()
     assert before.buckets(TTFT)[-1] == 3
     await leave(others, "other-d", "other-p")
-    await eventually(lambda: OTHER not in gateway.front.names)
+    await eventually(lambda: OTHER not in gateway.directory.names)
     assert f'"{OTHER}"' not in (await http.get("/metrics")).text
     assert (await http.post("/v1/completions", json=BODY)).status_code == 200
-    after = gateway.front.metrics.totals()
+    after = gateway.shared.metrics.totals()
     assert (after.buckets(TTFT)[-1], after.count("tandem_requests")) == (4, 4)
     assert rates(before, after, 1.0)["requests_per_s"] == 1.0
 
@@ -229,7 +229,7 @@ async def test_a_model_without_a_tokenizer_is_served_to_nobody_and_ready_says_wh
     (tmp_path / "other" / "tokenizer.json").unlink()
     others.model = "nothing"
     await others.add_decode("bare")
-    await eventually(lambda: "bare" in gateway.front.problems)
+    await eventually(lambda: "bare" in gateway.directory.problems)
     (why,) = (await http.get("/health/ready")).json()["refused_workers"]
     assert why.startswith("bare: its model has no tokenizer.json")
     assert (await http.post("/v1/completions", json=BODY | {"model": "nothing"})).status_code == 404
@@ -241,13 +241,13 @@ async def test_a_model_whose_files_are_malformed_is_told_and_tried_again(
     (tmp_path / "other" / "tokenizer_config.json").write_text("[]", encoding="utf-8")
     others.model = "broken"
     await others.add_decode("broken-d")
-    await eventually(lambda: any("model broken" in why for why in gateway.front.problems.values()))
+    await eventually(lambda: any("model broken" in why for why in gateway.directory.problems.values()))
     assert "tokenizer_config.json" in (await http.get("/health/ready")).text
     (tmp_path / "other" / "tokenizer_config.json").write_text("{}", encoding="utf-8")
     await leave(others, "broken-d")
     await others.add_decode("mended-d")
     await joined(gateway, "broken")
-    assert gateway.front.problems == {}
+    assert gateway.directory.problems == {}
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from tests.gateway.peers import Peers
 async def test_nothing_large_of_it_stays(
     gateway: Gateway, http: httpx.AsyncClient, others: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.roster.GONE_S", 0.1)
+    monkeypatch.setattr("services.gateway.directory.roster.GONE_S", 0.1)
     given_back = list[int]()
-    monkeypatch.setattr("services.gateway.roster.give_back", lambda: given_back.append(1))
+    monkeypatch.setattr("services.gateway.directory.roster.give_back", lambda: given_back.append(1))
     await joined(gateway)
     messages = [{"role": "user", "content": "once upon a time " * 400}]
     for path, body in (("chat/completions", {"messages": messages}), ("completions", {"prompt": "x"})):
@@ -28,11 +28,11 @@ async def test_nothing_large_of_it_stays(
     gc.collect()
     gc.disable()
     try:
-        (llm,) = gateway.front.versions(OTHER)
+        (llm,) = gateway.directory.versions(OTHER)
         parts = [weakref.ref(part) for part in (llm.model.tokenizer, llm.model.helper, llm.pipeline, llm.admission)]
         del llm
         await leave(others, "other-d", "other-p")
-        await eventually(lambda: not gateway.front.versions(OTHER) and not any(part() for part in parts), 5.0)
+        await eventually(lambda: not gateway.directory.versions(OTHER) and not any(part() for part in parts), 5.0)
         await eventually(lambda: given_back == [1])
     finally:
         gc.enable()

@@ -78,7 +78,7 @@ async def launcher(settings: GatewaySettings, gateway: Gateway, others: Peers) -
             launcher.says = [AWAKE]
 
         launcher.wakes = wake
-        await eventually(lambda: gateway.front.sleepers.is_asleep(OTHER))
+        await eventually(lambda: gateway.directory.sleepers.is_asleep(OTHER))
         yield launcher
 
 
@@ -178,7 +178,7 @@ async def test_a_launcher_that_dies_leaves_nobody_waiting(
     http: httpx.AsyncClient, settings: GatewaySettings, gateway: Gateway
 ) -> None:
     async with launching(settings):
-        await eventually(lambda: gateway.front.sleepers.is_asleep(OTHER))
+        await eventually(lambda: gateway.directory.sleepers.is_asleep(OTHER))
         asking = [asyncio.create_task(http.post("/v1/completions", json=BODY)) for _ in range(3)]
         await asyncio.sleep(0.5)
         assert not any(task.done() for task in asking)
@@ -202,7 +202,7 @@ async def test_one_that_is_about_to_stop_takes_nothing_new(
     """Its workers are still there."""
     assert (await http.post("/v1/completions", json=BODY)).status_code == 200
     launcher.says = [ModelStatus(OTHER, Wakefulness.STOPPING, left_s=0.5)]
-    await eventually(lambda: gateway.front.sleepers.is_asleep(OTHER))
+    await eventually(lambda: gateway.directory.sleepers.is_asleep(OTHER))
     asking = asyncio.create_task(http.post("/v1/completions", json=BODY))
     await asyncio.sleep(1.0)
     assert not asking.done()
@@ -239,12 +239,12 @@ async def test_a_gateway_whose_only_model_sleeps_is_ready_and_tells_names_from_i
     await leave(others, "other-d", "other-p")
     alone = settings.model_copy(update={"http_port": free_ports(1)[0], "models": (OTHER,)})
     async with launching(settings), make_gateway(alone) as second:
-        await eventually(lambda: second.front.readiness()[0])
-        assert second.front.names == [OTHER]
+        await eventually(lambda: second.readiness()[0])
+        assert second.directory.names == [OTHER]
         with pytest.raises(Exception, match="model is required: one of other"):
-            second.front.llm_of(None)
+            second.directory.llm_of(None)
         with pytest.raises(Exception, match="'x' is not served here"):
-            second.front.llm_of("x")
+            second.directory.llm_of("x")
 
 
 @with_settings(aliases={"fast": {OTHER: 1, MODEL: "fallback"}, "slow": {MODEL: 1, OTHER: "fallback"}})

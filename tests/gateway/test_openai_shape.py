@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from services.gateway import Gateway
+from services.gateway.directory import readiness
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_http import CHAT, TEXTUAL, events, text_of
 
@@ -103,11 +104,11 @@ async def test_a_bug_does_not_tell_clients_how_it_came_about(
     def broken(*_: Any) -> None:
         raise TypeError("secret detail")
 
-    monkeypatch.setattr(type(gateway.front.llm_of(None)), "answer", broken)
+    monkeypatch.setattr(type(gateway.directory.llm_of(None)), "answer", broken)
     answer = await http.post("/v1/completions", json=TEXTUAL, headers={"x-request-id": "mine"})
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "internal error; the gateway's log tells more of request mine"
-    monkeypatch.setattr(type(gateway.front), "readiness", broken)
+    monkeypatch.setattr(readiness, "of_model", broken)
     answer = await http.get("/health/ready", headers={"x-request-id": "mine"})
     assert answer.status_code == 500
     assert "secret" not in answer.text

@@ -120,7 +120,7 @@ async def test_a_model_may_have_several_names(http: httpx.AsyncClient, gateway: 
             assert {part["model"] for part in await events(http, path, asked)} == {name}
     assert (await http.get("/v1/models/other")).status_code == 404
     with pytest.raises(InvalidRequest, match="no name for an adapter"):
-        await gateway.front.load_adapter("gpt-x", "/nowhere", None)
+        await gateway.directory.load_adapter("gpt-x", "/nowhere", None)
 
 
 async def test_it_says_that_it_lives_and_what_it_has_to_do(http: httpx.AsyncClient) -> None:

@@ -47,7 +47,7 @@ class GatewayAndPeers:
 
     @property
     def waiting(self) -> int:
-        return len(self.gateway.front.llm_of(None).admission._queue)
+        return len(self.gateway.directory.llm_of(None).admission._queue)
 
     @property
     def known(self) -> int:
@@ -84,7 +84,7 @@ async def cluster_of(
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http,
         rpc.channel(f"127.0.0.1:{gateway.grpc_port}") as channel,
     ):
-        await eventually(lambda: gateway.front.readiness()[0])
+        await eventually(lambda: gateway.readiness()[0])
         cluster = GatewayAndPeers(gateway, http, llm_pb2_grpc.LLMServiceStub(channel), peers)
         try:
             yield cluster
@@ -187,7 +187,7 @@ async def test_free_capacity_lets_everything_in(gateway: Gateway, http: httpx.As
     peers.prefill.hold.clear()
     requests = [asyncio.create_task(http.post("/v1/completions", json=BODY)) for _ in range(64 * 16 // COST)]
     await eventually(lambda: len(peers.prefill.running) == len(requests))
-    assert gateway.front.llm_of(None).admission.admitted.tokens == len(requests) * COST
+    assert gateway.directory.llm_of(None).admission.admitted.tokens == len(requests) * COST
     peers.prefill.hold.set()
     assert {answer.status_code for answer in await asyncio.gather(*requests)} == {200}
     await everything_free(peers, gateway)

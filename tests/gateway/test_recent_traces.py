@@ -60,7 +60,7 @@ async def remembering(
     settings: GatewaySettings, peers: Peers, recent: telemetry.RecentSpans
 ) -> AsyncIterator[httpx.AsyncClient]:
     async with make_gateway(settings, recent) as gateway:
-        await eventually(lambda: gateway.front.readiness()[0])
+        await eventually(lambda: gateway.readiness()[0])
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as client:
             yield client
 
@@ -110,7 +110,7 @@ async def test_a_tenant_finds_its_own_alone_whatever_ids_were_chosen(
         make_gateway(settings.model_copy(update={"api_keys": file}), recent) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http,
     ):
-        await eventually(lambda: gateway.front.readiness()[0])
+        await eventually(lambda: gateway.readiness()[0])
         await http.post("/v1/completions", json=BODY, headers={**said["acme"], **shared})
         assert (await http.get("/debug/traces/same")).status_code == 401
         assert (await http.get("/debug/traces/same", headers=said["other"])).status_code == 404

@@ -154,7 +154,7 @@ async def test_what_is_wrong_is_named(http: httpx.AsyncClient, said: dict[str, A
 async def test_thoughts_are_an_item_before_the_message(
     client: AsyncOpenAI, gateway: Gateway, peers: Peers, tokenizer: Tokenizer
 ) -> None:
-    object.__setattr__(gateway.front.llm_of(None).model, "thoughts", TAGS["think"])
+    object.__setattr__(gateway.directory.llm_of(None).model, "thoughts", TAGS["think"])
     ids = list(tokenizer.token_ids("<think>\nfirst this\n</think>\n\nthen that"))
     peers.prefill.generator.reply = peers.decode.generator.reply = lambda spec: ids
     whole = await client.responses.create(**ASKED)

@@ -44,7 +44,7 @@ async def serving(folder: Path, redis: RedisServer, peers: Peers, policy: Disagg
         make_gateway(settings) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as http,
     ):
-        await eventually(lambda: gateway.front.readiness()[1]["decode_workers"] == 2)
+        await eventually(lambda: gateway.readiness()[1]["decode_workers"] == 2)
         await eventually(lambda: all(connected(gateway, peer.info) for peer in peers.workers.values()))
         yield gateway, http
 
@@ -65,7 +65,7 @@ async def leave(gateway: Gateway, peers: Peers, *names: str) -> None:
     for name in names:
         await peers.workers[name].die()
         await peers.registry.deregister(name, peers.workers[name].info.incarnation)
-    await eventually(lambda: {w.info.worker_id for w in gateway.front.llm_of(None).pool.workers}.isdisjoint(names))
+    await eventually(lambda: {w.info.worker_id for w in gateway.directory.llm_of(None).pool.workers}.isdisjoint(names))
 
 
 async def test_both_revisions_serve_and_no_pair_mixes_them(
@@ -94,7 +94,7 @@ async def test_no_pair_mixes_while_redis_is_silent(
             try:
                 assert set(await many(http, 12)) == PAIRS
                 await mixed.workers["p"].die()
-                await eventually(lambda: bool(gateway.front.llm_of(None).pool.lost()))
+                await eventually(lambda: bool(gateway.directory.llm_of(None).pool.lost()))
                 assert set(await many(http, 12)) == {("p-new", "d-new")}
             finally:
                 own.resume()

@@ -162,7 +162,7 @@ async def test_auto_prefills_a_short_prompt_at_decode_and_calls_it_no_fallback(
     await peers.move_to(redis, settings.namespace)
     base = f"http://127.0.0.1:{settings.http_port}"
     async with make_gateway(settings) as gateway, httpx.AsyncClient(base_url=base, timeout=60) as client:
-        await eventually(lambda: gateway.front.readiness()[0])
+        await eventually(lambda: gateway.readiness()[0])
         body = {"model": TINY, "prompt": "once", "seed": 0}
         answer = await client.post("/v1/completions", json=body)
         assert answer.headers["x-tandem-reason"].startswith("local prefill: cheapest: ")

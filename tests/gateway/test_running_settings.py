@@ -35,7 +35,7 @@ async def following(settings: GatewaySettings, peers: Peers, tmp_path: Path) -> 
     file = tmp_path / "settings.json"
     file.write_text('{"max_queued": 100}', encoding="utf-8")
     async with make_gateway(settings.model_copy(update={"followed": file})) as gateway:
-        await eventually(lambda: gateway.front.readiness()[0])
+        await eventually(lambda: gateway.readiness()[0])
         yield gateway, file
 
 
@@ -51,13 +51,13 @@ async def test_the_file_is_followed_and_a_bad_one_changes_nothing(
     following: tuple[Gateway, Path], logs: list[Any]
 ) -> None:
     gateway, file = following
-    assert gateway.front.settings.max_queued == 100
+    assert gateway.shared.settings.max_queued == 100
     file.write_text(
         json.dumps({"classes": {"batch": {"weight": 7, "ttft_s": 9}}, "tenant_weights": {"acme": 3}}), encoding="utf-8"
     )
-    await eventually(lambda: gateway.front.settings.max_queued == 1024)
-    assert gateway.front.settings.classes["batch"].ttft_s == 9
-    weights = gateway.front.llm_of(None).admission._queue.weights
+    await eventually(lambda: gateway.shared.settings.max_queued == 1024)
+    assert gateway.shared.settings.classes["batch"].ttft_s == 9
+    weights = gateway.directory.llm_of(None).admission._queue.weights
     assert (weights.of_class(PriorityClass.BATCH), weights.of_tenant("acme")) == (7, 3)
     (change,) = changes(logs)
     assert change["by"] == str(file)
@@ -66,7 +66,7 @@ async def test_the_file_is_followed_and_a_bad_one_changes_nothing(
         file.write_text(bad, encoding="utf-8")
         num = len(logs)
         await eventually(lambda num=num: any("cannot be read" in line["event"] for line in logs[num:]))
-    assert gateway.front.settings.tenant_weights == {"acme": 3}
+    assert gateway.shared.settings.tenant_weights == {"acme": 3}
 
 
 async def test_an_override_ends_by_itself(http: httpx.AsyncClient, gateway: Gateway, logs: list[Any]) -> None:
@@ -75,7 +75,7 @@ async def test_an_override_ends_by_itself(http: httpx.AsyncClient, gateway: Gate
     assert told["settings"]["max_choices"] == 1
     assert set(told["ttl_s"]) == {"max_choices", "log_level"}
     assert (await http.post("/v1/completions", json={**BODY, "n": 2})).status_code == 400
-    await eventually(lambda: gateway.front.settings.max_choices == 128)
+    await eventually(lambda: gateway.shared.settings.max_choices == 128)
     assert (await http.post("/v1/completions", json={**BODY, "n": 2})).status_code == 200
     assert [(line["by"], line["changes"]["max_choices"]) for line in changes(logs)] == [
         ("anyone, from 127.0.0.1", [128, 1]),
@@ -85,7 +85,7 @@ async def test_an_override_ends_by_itself(http: httpx.AsyncClient, gateway: Gate
 
 async def test_null_returns_a_setting_to_the_file(http: httpx.AsyncClient, gateway: Gateway) -> None:
     await http.post(URL, json={"settings": {"max_queued": 5}, "ttl_s": 600})
-    assert gateway.front.settings.max_queued == 5
+    assert gateway.shared.settings.max_queued == 5
     told = (await http.post(URL, json={"settings": {"max_queued": None}, "ttl_s": 600})).json()
     assert (told["settings"]["max_queued"], told["ttl_s"]) == (1024, {})
 
@@ -111,7 +111,7 @@ async def test_a_setting_that_leaves_nothing_usable_is_refused_by_name(
     following: tuple[Gateway, Path], logs: list[Any]
 ) -> None:
     gateway, file = following
-    before = gateway.front.settings
+    before = gateway.shared.settings
     async with httpx.AsyncClient(base_url=url_of(gateway)) as http:
         for name, value in ((name, value) for name, values in UNUSABLE.items() for value in values):
             answer = await http.post(URL, content=json.dumps({"settings": {name: value}, "ttl_s": 600}))
@@ -121,7 +121,7 @@ async def test_a_setting_that_leaves_nothing_usable_is_refused_by_name(
             assert "should be" in message
     file.write_text('{"max_queued": 50, "classes": {"batch": {"ttft_s": 1e-9}}}', encoding="utf-8")
     await eventually(lambda: any("cannot be read" in line["event"] for line in logs))
-    assert gateway.front.settings is before
+    assert gateway.shared.settings is before
     assert len([line for line in logs if "cannot be read" in line["event"]]) == 1
 
 
@@ -148,11 +148,11 @@ async def test_a_setting_that_leaves_nothing_usable_is_refused_by_name(
 async def test_a_wrong_change_is_refused_and_changes_nothing(
     http: httpx.AsyncClient, gateway: Gateway, body: bytes, word: str
 ) -> None:
-    before = gateway.front.settings
+    before = gateway.shared.settings
     answer = await http.post(URL, content=body)
     assert answer.status_code in (400, 413)
     assert word in answer.json()["error"]["message"]
-    assert gateway.front.settings is before
+    assert gateway.shared.settings is before
 
 
 async def test_only_a_key_that_manages_may_and_the_log_names_it(
@@ -166,7 +166,7 @@ async def test_only_a_key_that_manages_may_and_the_log_names_it(
             answer = await http.post(f"{url_of(gateway)}{URL}", json=change, headers=headers)
             assert answer.status_code == status
         assert (await http.get(f"{url_of(gateway)}{URL}", headers=said["acme"])).status_code == 403
-        assert gateway.front.settings.max_queued == 5
+        assert gateway.shared.settings.max_queued == 5
     (line,) = changes(logs)
     assert line["by"] == "key 00000001 of admin, from 127.0.0.1"
 
@@ -187,4 +187,4 @@ async def test_tandem_set_changes_gateways_and_workers_of_the_registry(
     assert b'"max_queued": 7' in said
     in_force = json.dumps({"settings": {"log_level": "error"}, "ttl_s": {"log_level": 600.0}})
     assert {f"d {in_force}", f"p {in_force}"} <= {*said.decode().splitlines()}
-    assert (gateway.front.settings.max_queued, gateway.front.settings.log_level) == (7, "error")
+    assert (gateway.shared.settings.max_queued, gateway.shared.settings.log_level) == (7, "error")

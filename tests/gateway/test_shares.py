@@ -103,8 +103,8 @@ async def test_gateways_tell_each_other_what_they_have_to_do(settings: GatewaySe
         ports = free_ports(2)
         both = [settings.model_copy(update={"http_port": port}) for port in ports]
         gateways = [await stack.enter_async_context(make_gateway(one)) for one in both]
-        await eventually(lambda: all(gateway.front.llms for gateway in gateways))
-        busy, idle = (gateway.front.llm_of(None).admission for gateway in gateways)
+        await eventually(lambda: all(gateway.directory.llms for gateway in gateways))
+        busy, idle = (gateway.directory.llm_of(None).admission for gateway in gateways)
         await eventually(lambda: busy.admitted.capacity is not None)
         whole = busy.admitted.capacity
         await eventually(lambda: idle.admitted.capacity is not None)

@@ -129,7 +129,7 @@ async def test_a_head_alone_leaves_the_answer_to_a_fallback(
     async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
         lines = lines_of(answer)
         assert await anext(lines) == ": waiting"
-        await eventually(lambda: any(one.running for one in gateway.front.llm_of(OTHER).pool.connections))
+        await eventually(lambda: any(one.running for one in gateway.directory.llm_of(OTHER).pool.connections))
         await leave(others, "other-d")
         rest = [line async for line in lines]
     assert rest[-1] == "data: [DONE]"

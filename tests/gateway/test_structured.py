@@ -191,7 +191,7 @@ async def shared(
     """A gateway for all that is refused: each would start a helper process of its own."""
     settings = make_settings(redis)
     async with linked_pair(settings, tokenizer) as peers, make_gateway(settings) as gateway:
-        await eventually(lambda: gateway.front.readiness()[0])
+        await eventually(lambda: gateway.readiness()[0])
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}", timeout=60) as client:
             yield client, peers
 

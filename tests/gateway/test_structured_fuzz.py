@@ -150,7 +150,7 @@ def encoded(said: Any) -> str:
 
 
 async def still_serves(gateway: Gateway, http: httpx.AsyncClient) -> None:
-    await eventually(lambda: gateway.front.readiness()[0])
+    await eventually(lambda: gateway.readiness()[0])
     said = {"model": MODEL, "prompt": "x", "max_tokens": 2, "guided_regex": "still serves"}
     answer = await http.post("/v1/completions", json=said)
     assert answer.status_code == 200, answer.text
@@ -185,7 +185,7 @@ async def test_structures_over_http(
             wrong.append((answer.status_code, answer.text[:300], body[:2000]))
     assert wrong == []
     assert seen == {200, 400}
-    assert compile_all(peers, model_folder, gateway.front.llm_of(None).model.tokenizer.vocab_size) > 10
+    assert compile_all(peers, model_folder, gateway.directory.llm_of(None).model.tokenizer.vocab_size) > 10
     await still_serves(gateway, http)
 
 
@@ -209,5 +209,5 @@ async def test_structures_over_grpc(
                 wrong.append((code, details, said))
     assert wrong == []
     assert seen == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
-    assert compile_all(peers, model_folder, gateway.front.llm_of(None).model.tokenizer.vocab_size) > 10
+    assert compile_all(peers, model_folder, gateway.directory.llm_of(None).model.tokenizer.vocab_size) > 10
     await still_serves(gateway, http)

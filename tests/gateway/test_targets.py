@@ -105,6 +105,6 @@ async def test_routing_is_told_what_is_left_until_the_first_token(
 
 @with_settings(disaggregation=Disaggregation.AUTO)
 async def test_under_auto_admission_counts_decode_workers_among_those_that_prefill(gateway: Gateway) -> None:
-    capacity = gateway.front.llm_of(None).admission.admitted.capacity
+    capacity = gateway.directory.llm_of(None).admission.admitted.capacity
     assert capacity is not None
     assert capacity.prompt_tokens == 2 * gateway.settings.prefill_queue_tokens

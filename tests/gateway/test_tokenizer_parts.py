@@ -155,7 +155,7 @@ async def test_a_gateway_that_serves_loads_the_next_model_by_parts(
     async with peers_on(registry, lambda spec: words) as peers:
         peers.model, peers.folder = "next", folder
         await peers.add_decode("next-d")
-        await eventually(lambda: "next" in gateway.front.names)
+        await eventually(lambda: "next" in gateway.directory.names)
         assert loads == [True]
         found = await http.post("/tokenize", json={"model": "next", "prompt": TEXT})
         expected = await load(large).encode(TEXT, add_special_tokens=True)

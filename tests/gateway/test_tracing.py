@@ -211,7 +211,7 @@ async def test_the_catalogue_says_what_a_gateway_records(
     peers.prefill.refuse = None
     peers.prefill.hold.clear()
     await http.post("/v1/completions", json=BODY, headers={"x-request-timeout-ms": "1000"})
-    gateway.front.stopping = True
+    gateway.shared.state.stopping = True
     assert (await http.post("/v1/completions", json=BODY)).status_code == 503
     await recorded(spans, 4)
     expected = catalogued("gateway")

@@ -118,7 +118,7 @@ async def cluster(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
         of = {**shared, "model_path": folders["spaced"], "model_name": "spaced"}
         await stack.enter_async_context(running(PrefillSettings(worker_id="p", **of), PrefillWorker))
         gateway = await stack.enter_async_context(make_gateway(settings))
-        await eventually(lambda: all(gateway.front.readiness()[1]["models"].get(n, {}).get("ready") for n in NAMES))
+        await eventually(lambda: all(gateway.readiness()[1]["models"].get(n, {}).get("ready") for n in NAMES))
         base = f"http://127.0.0.1:{settings.http_port}"
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=base, timeout=60))
         yield {

@@ -17,13 +17,13 @@ VALUES = (None, b"", b"\xff\xfe\x00\x80", b'{"another": ["shape"]}', b"-1", b"9"
 
 
 async def test_a_gateway_outlives_any_wrong_value(gateway: Gateway, http: httpx.AsyncClient, peers: Peers) -> None:
-    registry, settings = gateway.front.view.registry, gateway.settings
+    registry, settings = gateway.shared.view.registry, gateway.settings
     await wrong_values.fill_names(registry)
     assert (await http.post("/v1/completions", json=BODY)).status_code == 200
     async with Redis.from_url(settings.redis_url) as raw:
         for number, place in enumerate(await wrong_values.places(raw, settings.namespace)):
             await wrong_values.spoil(raw, place, VALUES[number % len(VALUES)])
-            await eventually(lambda: gateway.front.view.age < 0.1)
+            await eventually(lambda: gateway.shared.view.age < 0.1)
             ended = [task for task in gateway._tasks if task.done()]
             assert not ended, f"{place}: {ended}"
             assert await served(http), place

@@ -83,15 +83,15 @@ def _worker(worker: Worker) -> Iterator[str]:
 
 
 def _gateway(gateway: Gateway) -> Iterator[str]:
-    front = gateway.front
-    yield from check_gateway(front, gateway._background).violations
-    if front.running:
-        yield f"{len(front.running)} answers run"
-    if admitted := sum(len(llm.admission.admitted) for llm in front.llms.values()):
+    directory, running = gateway.directory, gateway.shared.state.running
+    yield from check_gateway(directory, gateway._background).violations
+    if running:
+        yield f"{len(running)} answers run"
+    if admitted := sum(len(llm.admission.admitted) for llm in directory.llms.values()):
         yield f"{admitted} choices are admitted"
     if len(gateway._background):
         yield f"{len(gateway._background)} attempts are being released"
-    for connection in front.connections:
+    for connection in directory.connections:
         if connection.running or len(connection.stream):
             held = f"{connection.running} attempts, {len(connection.stream)} mailboxes and replies"
             yield f"connection to {connection.info.worker_id}: {held}"

@@ -207,9 +207,9 @@ class SimulatedCluster:
     def is_ready(self) -> bool:
         """True if every gateway sees every pair of workers linked."""
         num_pairs = self.shape.prefills * self.shape.decodes
-        served = [gateway for gateway in self.gateways.values() if hasattr(gateway, "front")]
+        served = [gateway for gateway in self.gateways.values() if hasattr(gateway, "directory")]
         return len(served) == self.shape.gateways and all(
-            gateway.front.readiness()[1]["linked_pairs"] == num_pairs for gateway in served
+            gateway.readiness()[1]["linked_pairs"] == num_pairs for gateway in served
         )
 
     async def ask(self, gateway: str, prompt: Prompt, read_pause_s: float = 0.0, reply: Reply | None = None) -> Reply:

@@ -20,7 +20,7 @@ from services.gateway.access import Caller
 from services.gateway.admission import PriorityClass
 from services.gateway.console.history import History, Point
 from services.gateway.console.links import LinkBook
-from services.gateway.front import FrontDesk
+from services.gateway.directory import ModelDirectory, of_gateway
 from services.gateway.generation import Answer
 from tandem import __version__
 from tandem.registry import LiveWorker, Role
@@ -35,11 +35,12 @@ MAX_LINES = 50
 class Console:
     """Run `run` as a task: it keeps the history of the charts."""
 
-    def __init__(self, front: FrontDesk) -> None:
-        self._front, self._id = front, front.new_id()
-        self._history = History(front.metrics, self._gauges)
-        self._links = LinkBook(lambda: [one for one in front.connections if one.connected])
-        self._shared: tuple[float, dict[str, Any]] = (-inf, {})
+    def __init__(self, directory: ModelDirectory) -> None:
+        self._directory, self._shared = directory, directory.shared
+        self._id = self._shared.new_id()
+        self._history = History(self._shared.metrics, self._gauges)
+        self._links = LinkBook(lambda: [one for one in directory.connections if one.connected])
+        self._seen: tuple[float, dict[str, Any]] = (-inf, {})
         self.run = self._history.run
 
     def feed(self, caller: Caller, gateway: str, after: float) -> bytes:
@@ -48,20 +49,20 @@ class Console:
         told: dict[str, Any] = {"now": now, "id": self._id, "all": caller.manages_models, "tenant": caller.tenant}
         if not caller.manages_models:
             return orjson.dumps({**told, **self._of(caller.tenant)})
-        if now >= self._shared[0] + AGAIN_S:
-            self._shared = now, self._whole()
+        if now >= self._seen[0] + AGAIN_S:
+            self._seen = now, self._whole()
         history = self._history.after(after if gateway == self._id else -inf)
-        return orjson.dumps({**told, **self._shared[1], "history": history})
+        return orjson.dumps({**told, **self._seen[1], "history": history})
 
     def _whole(self) -> dict[str, Any]:
-        front = self._front
-        ready, found = front.readiness()
-        seen = front.view.workers
+        directory, shared = self._directory, self._shared
+        ready, found = of_gateway(directory)
+        seen = shared.view.workers
         return {
             "gateway": {
-                "version": __version__, "model": ", ".join(front.names), "ready": ready, "missing": found["missing"],
-                "warnings": front.warnings(),
-                "registry_reached": found["registry_reached"], "disaggregation": front.settings.disaggregation,
+                "version": __version__, "model": ", ".join(directory.names), "ready": ready,
+                "missing": found["missing"], "warnings": directory.warnings(),
+                "registry_reached": found["registry_reached"], "disaggregation": shared.settings.disaggregation,
             },
             "workers": [self._worker(worker) for worker in seen[:MAX_WORKERS]],
             "num_workers": len(seen),
@@ -75,13 +76,13 @@ class Console:
         return {
             "queue": self._queue(mine),
             "running": self._running(mine),
-            "requests": self._front.records.latest(MAX_REQUESTS, tenant),
+            "requests": self._shared.records.latest(MAX_REQUESTS, tenant),
         }
 
     def _worker(self, worker: LiveWorker) -> dict[str, Any]:
         info, load = worker.info, worker.load
         state = "stuck" if load.stuck else "draining" if load.draining else "serving"
-        llm = self._front.llms.get(info.key)
+        llm = self._directory.llms.get(info.key)
         if llm is not None and not llm.pool.connected(info):
             state = "no answer"
         return {
@@ -95,7 +96,7 @@ class Console:
 
     def _queue(self, mine: Callable[[str], bool]) -> list[dict[str, Any]]:
         """By class and tenant: what waits for its turn, and what has had it."""
-        admissions = [llm.admission for llm in self._front.llms.values()]
+        admissions = [llm.admission for llm in self._directory.llms.values()]
         waiting, tokens = Counter[tuple[PriorityClass, str]](), Counter[tuple[PriorityClass, str]]()
         for line in (line for one in admissions for line in one.lines() if mine(line.tenant)):
             waiting[line.priority_class, line.tenant] += line.num_waiting
@@ -111,12 +112,12 @@ class Console:
 
     def _running(self, mine: Callable[[str], bool]) -> list[dict[str, Any]]:
         """Requests that have not ended, the oldest first."""
-        mine_ = (answer for answer in self._front.running if mine(answer.request.tenant))
+        mine_ = (answer for answer in self._shared.state.running if mine(answer.request.tenant))
         oldest = sorted(mine_, key=lambda answer: answer.request.arrived)[:MAX_REQUESTS]
         return list(_running_rows(oldest, asyncio.get_running_loop().time()))
 
     def _gauges(self) -> Point:
-        llms = list(self._front.llms.values())
+        llms = list(self._directory.llms.values())
         workers = [worker for llm in llms for worker in llm.pool.workers]
         decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
         blocks = sum(worker.info.num_blocks for worker in decodes)
@@ -124,7 +125,7 @@ class Console:
         return {
             "kv": round(1 - free / blocks, 4) if blocks else 0.0,
             "queued": {kind.label: sum(llm.admission.num_waiting(kind) for llm in llms) for kind in PriorityClass},
-            "running": len(self._front.running), "workers": len(workers),
+            "running": len(self._shared.state.running), "workers": len(workers),
         }  # fmt: skip
 
 

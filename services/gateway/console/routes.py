@@ -12,15 +12,15 @@ from fastapi import FastAPI, Request, Response
 from starlette.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 
+from services.gateway.access import Access
 from services.gateway.console.console import Console
 from services.gateway.errors import InvalidRequest
-from services.gateway.front import FrontDesk
 
 FOLDER = files("services.gateway.console") / "page"
 NOT_KEPT = {"cache-control": "no-store"}
 
 
-def add_console(app: FastAPI, front: FrontDesk, console: Console) -> None:
+def add_console(app: FastAPI, access: Access, console: Console) -> None:
     page = (FOLDER / "index.html").read_text(encoding="utf-8")
     headers = page_headers(page)
     app.mount("/console/files", StaticFiles(directory=str(FOLDER)))
@@ -32,7 +32,7 @@ def add_console(app: FastAPI, front: FrontDesk, console: Console) -> None:
     @app.get("/console/feed", include_in_schema=False)
     async def feed(request: Request) -> Response:
         """A moment of the cluster; of charts, only points after `after`, where this is the gateway that showed it."""
-        caller, asked = front.access.authenticate(request.headers), request.query_params
+        caller, asked = access.authenticate(request.headers), request.query_params
         told = console.feed(caller, asked.get("gateway", ""), read_time(asked.get("after", "0")))
         return Response(told, media_type="application/json", headers=NOT_KEPT)
 

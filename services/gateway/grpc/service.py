@@ -16,18 +16,16 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from opentelemetry import context as otel_context
 
-from services.gateway.access import Caller
 from services.gateway.admission import PriorityClass, targets_of
 from services.gateway.bodies import Incoming, truncated
 from services.gateway.deadlines import STALLED_S
+from services.gateway.directory import LLM, ModelDirectory
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut
-from services.gateway.front import FrontDesk
 from services.gateway.generation import Answer, Generation, check_salt, held_to
 from services.gateway.grpc.messages import choice_of, response_of, speculative_of, structure_of, tools_of
 from services.gateway.grpc.reader import STREAMED, UNARY, chat_in, has_many_parts, unless_large
 from services.gateway.http import pings
-from services.gateway.llm import LLM
-from services.gateway.model import SESSION, ServedModel, budget_of
+from services.gateway.model import SESSION, budget_of
 from services.gateway.tools import ReadingPlan, ToolUse, plan_reading
 from tandem import rpc
 from tandem.registry import ModelStatus
@@ -45,8 +43,8 @@ Context = aio.ServicerContext[Any, Any]
 
 
 class LLMService(llm_pb2_grpc.LLMServiceServicer):
-    def __init__(self, front: FrontDesk) -> None:
-        self._front = front
+    def __init__(self, directory: ModelDirectory) -> None:
+        self._directory, self._shared = directory, directory.shared
         self.servicer = rpc.Servicer(NAME, self, _add)
 
     async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
@@ -56,7 +54,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         call = asyncio.current_task()
         assert call is not None
         # While a message cannot be written, nothing here runs that would see the deadline pass.
-        stalled = self._front.deadlines.add(answer.request.deadline + STALLED_S, call.cancel)
+        stalled = self._shared.deadlines.add(answer.request.deadline + STALLED_S, call.cancel)
         try:
             async with aclosing(answer.deltas()) as deltas, _with_trailers(answer, context):
                 async with head.sent_within(pings.HEAD_S):
@@ -96,7 +94,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
 
     async def ListModels(self, request: llm_pb2.ListModelsRequest, context: Context) -> llm_pb2.ListModelsResponse:
         try:
-            client = self._front.access.authenticate(_metadata(context))
+            client = self._shared.access.authenticate(_metadata(context))
         except GatewayError as error:
             raise _refused(error, context, {}) from None
         models = [
@@ -108,17 +106,17 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
                 weights=one.alias.shares if one.alias else {},
                 fallbacks=one.alias.fallbacks if one.alias else (),
             )
-            for one in self._front.models(client)
+            for one in self._directory.models(client)
         ]
-        models += [llm_pb2.Model(id=one.name, state=one.state) for one in self._front.asleep(client)]
+        models += [llm_pb2.Model(id=one.name, state=one.state) for one in self._directory.asleep(client)]
         return llm_pb2.ListModelsResponse(models=models)
 
     async def LoadLoraAdapter(
         self, request: llm_pb2.LoadLoraAdapterRequest, context: Context
     ) -> llm_pb2.LoadLoraAdapterResponse:
         try:
-            self._front.access.authenticate(_metadata(context)).check_manages()
-            await self._front.load_adapter(request.lora_name, request.lora_path, request.base_model_name or None)
+            self._shared.access.authenticate(_metadata(context)).check_manages()
+            await self._directory.load_adapter(request.lora_name, request.lora_path, request.base_model_name or None)
         except GatewayError as error:
             raise _refused(error, context, {}) from None
         return llm_pb2.LoadLoraAdapterResponse()
@@ -127,8 +125,8 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         self, request: llm_pb2.UnloadLoraAdapterRequest, context: Context
     ) -> llm_pb2.UnloadLoraAdapterResponse:
         try:
-            self._front.access.authenticate(_metadata(context)).check_manages()
-            await self._front.unload_adapter(request.lora_name)
+            self._shared.access.authenticate(_metadata(context)).check_manages()
+            await self._directory.unload_adapter(request.lora_name)
         except GatewayError as error:
             raise _refused(error, context, {}) from None
         return llm_pb2.UnloadLoraAdapterResponse()
@@ -139,7 +137,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         """`within`: bytes are of a message that has the request in it."""
         arrived = asyncio.get_running_loop().time()
         try:
-            await self._front.intake.begin()
+            await self._shared.intake.begin()
             if isinstance(request, bytes):
                 llm, body = await self._reduced(request, context, head, within)
                 request = body.body
@@ -149,7 +147,9 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             return llm.answer(generation, body.reader.param(body.body))
         except GatewayError as error:
             named = "" if isinstance(request, bytes) else request.request_id[:128]
-            self._front.refuse(_metadata(context), named or self._front.new_id(), error, arrived)
+            self._shared.refuse(
+                _metadata(context), named or self._shared.new_id(), error, arrived, self._directory.only_name
+            )
             raise _refused(error, context, {}) from None
 
     async def _found(self, request: llm_pb2.GenerateRequest, context: Context, head: _Head) -> LLM:
@@ -157,14 +157,14 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         Raises:
             GatewayError
         """
-        client = self._front.access.authenticate(_metadata(context))
+        client = self._shared.access.authenticate(_metadata(context))
         own = _metadata(context).get(SESSION, "") or request.tenant
 
         async def find(user: str) -> LLM:
-            return self._front.llm_of(request.model or None, user or own)
+            return self._directory.llm_of(request.model or None, user or own)
 
-        deadline = self._front.deadline(_left(context), "grpc-timeout")
-        return await self._front.once_awake(find, client, deadline, head.tell)
+        deadline = self._shared.deadline(_left(context), "grpc-timeout")
+        return await self._directory.once_awake(find, client, deadline, head.tell)
 
     async def _reduced(
         self, data: bytes, context: Context, head: _Head, within: bool
@@ -174,18 +174,18 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             GatewayError
         """
         metadata = _metadata(context)
-        client = self._front.access.authenticate(metadata)
-        tenant = self._front.access.tenant(client, metadata, "", "tenant")  # the message may name another
-        deadline = self._front.deadline(_left(context), "grpc-timeout")
+        client = self._shared.access.authenticate(metadata)
+        tenant = self._shared.access.tenant(client, metadata, "", "tenant")  # the message may name another
+        deadline = self._shared.deadline(_left(context), "grpc-timeout")
         try:
-            with self._front.deadlines.until(deadline):
+            with self._shared.deadlines.until(deadline):
                 reader = UNARY if within else STREAMED
 
                 async def find(user: str) -> LLM:
                     own = user or metadata.get(SESSION, "")
-                    return await self._front.llm_for(data, tenant, own, reader.model_asked)
+                    return await self._directory.llm_for(data, tenant, own, reader.model_asked)
 
-                llm = await self._front.once_awake(find, client, deadline, head.tell)
+                llm = await self._directory.once_awake(find, client, deadline, head.tell)
                 return llm, await llm.read_large(reader, data, tenant)
         except TimeoutError:
             raise TimedOut("the request's deadline passed while it was read") from None
@@ -193,25 +193,25 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
     async def _read(
         self, llm: LLM, incoming: Incoming[llm_pb2.GenerateRequest], context: Context, arrived: float
     ) -> Generation:
-        """
-        Raises:
-            GatewayError
-        """
+        """Return the request in the gateway's own terms. Raises GatewayError."""
         request, metadata = incoming.body, _metadata(context)
-        client = llm.access.authenticate(metadata)
-        model = _served(llm, request, client)
+        client = self._shared.access.authenticate(metadata)
+        if not request.model:
+            raise InvalidRequest("model is required", "model")
+        model = self._directory.served(llm, request.model, client)
+        llm.bounds.check_choices(1, request.n or 1)
         use, priority = tools_of(request), _priority_of(request)
-        deadline = llm.front.deadline(left := _left(context), "grpc-timeout")
-        tenant = llm.access.tenant(client, metadata, request.tenant, "tenant")
+        deadline = self._shared.deadline(left := _left(context), "grpc-timeout")
+        tenant = self._shared.access.tenant(client, metadata, request.tenant, "tenant")
         given = budget_of(request.messages.reasoning_effort, model) | given_in(request.sampling)
-        targets = targets_of(metadata, priority, llm.settings, inf if left is None else deadline)
+        targets = targets_of(metadata, priority, self._shared.settings, inf if left is None else deadline)
         llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"), targets)
-        salt = llm.access.cache_salt(tenant, check_salt(request.cache_salt))
+        salt = self._shared.access.cache_salt(tenant, check_salt(request.cache_salt))
         prompt, reading = await _prompt(llm, incoming, use, salt)
         structure = held_to(use, structure_of(request.structured_outputs), reading, model.tokenizer)
         return Generation(
             operation="chat" if incoming.reader.param(request) == "messages" else "text_completion",
-            request_id=request.request_id[:128] or llm.new_id(),
+            request_id=request.request_id[:128] or self._shared.new_id(),
             model=model,
             prompts=[truncated(prompt, request.truncate_prompt_tokens or None)],
             n=request.n or 1,
@@ -246,17 +246,6 @@ async def _prompt(
         text = await llm.render_chat(chat_in(request, use))
     reading = plan_reading(llm.model.thoughts, llm.model.calls, use, text)
     return await llm.encode_chat(text, salt), reading
-
-
-def _served(llm: LLM, request: llm_pb2.GenerateRequest, client: Caller) -> ServedModel:
-    """
-    Raises:
-        GatewayError
-    """
-    if not request.model:
-        raise InvalidRequest("model is required", "model")
-    llm.bounds.check_choices(1, request.n or 1)
-    return llm.served(request.model, client)
 
 
 def _priority_of(request: llm_pb2.GenerateRequest) -> int:

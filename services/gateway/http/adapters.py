@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.front import FrontDesk
+from services.gateway.directory import ModelDirectory
 from services.gateway.http import schema
 
 
-async def load_adapter(front: FrontDesk, body: bytes) -> dict[str, Any]:
+async def load_adapter(directory: ModelDirectory, body: bytes) -> dict[str, Any]:
     """
     Raises:
         GatewayError
     """
     found = schema.validated(schema.LoadAdapterBody, body)
-    await front.load_adapter(found.lora_name, found.lora_path, found.base_model_name)
+    await directory.load_adapter(found.lora_name, found.lora_path, found.base_model_name)
     return {"loaded": found.lora_name}
 
 
-async def unload_adapter(front: FrontDesk, body: bytes) -> dict[str, Any]:
+async def unload_adapter(directory: ModelDirectory, body: bytes) -> dict[str, Any]:
     """
     Raises:
         GatewayError
     """
     found = schema.validated(schema.UnloadAdapterBody, body)
-    await front.unload_adapter(found.lora_name)
+    await directory.unload_adapter(found.lora_name)
     return {"unloaded": found.lora_name}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -15,8 +16,8 @@ from starlette.routing import Route
 
 from services.gateway.bodies import BodyReader
 from services.gateway.console import Console, add_console
+from services.gateway.directory import ModelDirectory, of_gateway
 from services.gateway.errors import GatewayError, Internal, InvalidRequest, NotUpgraded, unexpected
-from services.gateway.front import FrontDesk
 from services.gateway.http.adapters import load_adapter, unload_adapter
 from services.gateway.http.chat import CHAT, read_chat
 from services.gateway.http.completions import COMPLETION, read_completion
@@ -34,6 +35,7 @@ from services.gateway.http.scores import RERANK, SCORE, read_rerank, read_score
 from services.gateway.http.targets import scrape_targets
 from services.gateway.http.tokenize import DETOKENIZE, TOKENIZE, detokenize, tokenize
 from services.gateway.settings import GatewaySettings
+from services.gateway.shared import Shared
 from services.gateway.traces import RecentRequests
 from tandem import __version__
 from tandem.process import Look, RunningSettings, lasting
@@ -56,7 +58,7 @@ OF_TEXT: Sequence[tuple[str, RespondTo, BodyReader[Any]]] = (
 
 
 def build_app(
-    front: FrontDesk, wall: Callable[[], float], integrity: Look, traces: RecentRequests,
+    directory: ModelDirectory, wall: Callable[[], float], integrity: Look, traces: RecentRequests,
     running: RunningSettings[GatewaySettings], console: Console,
 ) -> FastAPI:  # fmt: skip
     """
@@ -69,37 +71,43 @@ def build_app(
     app = DescribedApp(
         title="Tandem", version=__version__, docs_url=None, redoc_url=None, telemetry=plain, redirect_slashes=False
     )  # fmt: skip
-    cors = cors_of(front.settings)
+    shared = directory.shared
+    cors = cors_of(shared.settings)
     for path, read, reader in GENERATING:
         dialect = RESPONSES if read is read_response else OPENAI
-        endpoint = GenerateEndpoint(front, read, reader, wall).speaking(dialect)
+        endpoint = GenerateEndpoint(directory, read, reader, wall).speaking(dialect)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
     anthropic = Anthropic(wall)
-    _add_messages(app, front, wall, cors, anthropic)
+    _add_messages(app, directory, wall, cors, anthropic)
     _refuse_upgrade(app)
     for path, respond, reader in OF_TEXT:
-        app.router.routes.append(Route(path, TextEndpoint(front, respond, reader), methods=["POST"]))
-    app.router.routes.extend(kept_routes(front, wall))
-    _add_admin(app, front, running)
-    _add_errors(app, front, anthropic)
-    add_models(app, front)
-    _add_health(app, front)
+        app.router.routes.append(Route(path, TextEndpoint(directory, respond, reader), methods=["POST"]))
+    app.router.routes.extend(kept_routes(shared, wall))
+    _add_admin(app, directory, running)
+    _add_errors(app, shared, anthropic)
+    add_models(app, directory)
+    _add_health(app, directory)
+    _add_metrics(app, shared)
     if cors:
         app.add_middleware(CORSMiddleware, **cors)
     _add_integrity(app, integrity)
-    _add_traces(app, front, traces)
+    _add_traces(app, shared, traces)
     add_pages(app)
-    add_console(app, front, console)
+    add_console(app, shared.access, console)
     return app
 
 
 def _add_messages(
-    app: DescribedApp, front: FrontDesk, wall: Callable[[], float], cors: Mapping[str, Any], anthropic: Anthropic
+    app: DescribedApp,
+    directory: ModelDirectory,
+    wall: Callable[[], float],
+    cors: Mapping[str, Any],
+    anthropic: Anthropic,
 ) -> None:
     """Anthropic's, in its words to the last error."""
-    create = GenerateEndpoint(front, read_messages_body, MESSAGES, wall).speaking(anthropic)
-    count = TextEndpoint(front, count_tokens, COUNTED).speaking(anthropic)
+    create = GenerateEndpoint(directory, read_messages_body, MESSAGES, wall).speaking(anthropic)
+    count = TextEndpoint(directory, count_tokens, COUNTED).speaking(anthropic)
     for path, endpoint in ((MESSAGES_PATH, create), (f"{MESSAGES_PATH}/count_tokens", count)):
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
         app.direct[path] = CORSMiddleware(endpoint, **cors) if cors else endpoint
@@ -124,7 +132,9 @@ def cors_of(settings: GatewaySettings) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _add_health(app: FastAPI, front: FrontDesk) -> None:
+def _add_health(app: FastAPI, directory: ModelDirectory) -> None:
+    shared = directory.shared
+
     @app.get("/health")
     async def health() -> dict[str, bool]:
         """The process is alive."""
@@ -133,7 +143,7 @@ def _add_health(app: FastAPI, front: FrontDesk) -> None:
     @app.get("/health/ready")
     async def ready() -> JSONResponse:
         """200 where a request would be served; otherwise 503 and what is missing."""
-        is_ready, found = front.readiness()
+        is_ready, found = of_gateway(directory)
         return JSONResponse(found, 200 if is_ready else 503)
 
     async def ping(request: Request) -> Response:
@@ -144,25 +154,27 @@ def _add_health(app: FastAPI, front: FrontDesk) -> None:
     @app.get("/load")
     async def load() -> dict[str, int]:
         """How many requests run or wait here."""
-        return {"server_load": len(front.running)}
+        return {"server_load": len(shared.state.running)}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
         """The version of this Tandem."""
         return {"version": __version__}
 
+
+def _add_metrics(app: FastAPI, shared: Shared) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """For Prometheus; where keys are asked for, only one that manages models is shown tenants by name."""
-        names_tenants = front.access.may_name_tenants(request.headers)
-        text, content_type = front.metrics.exposition(request.headers.get("accept", ""), names_tenants)
+        names_tenants = shared.access.may_name_tenants(request.headers)
+        text, content_type = shared.metrics.exposition(request.headers.get("accept", ""), names_tenants)
         return Response(text, headers={"content-type": content_type})
 
     @app.get("/metrics/targets")
     async def targets(request: Request) -> list[dict[str, Any]]:
         """Lists all that there is to scrape, for Prometheus' http_sd_configs."""
-        front.access.authenticate(request.headers)
-        return await scrape_targets(front.view)
+        shared.access.authenticate(request.headers)
+        return await scrape_targets(shared.view)
 
 
 def _add_integrity(app: FastAPI, integrity: Look) -> None:
@@ -172,24 +184,28 @@ def _add_integrity(app: FastAPI, integrity: Look) -> None:
         return (await lasting(integrity)).json()
 
 
-def _add_admin(app: FastAPI, front: FrontDesk, running: RunningSettings[GatewaySettings]) -> None:
+def _add_admin(app: FastAPI, directory: ModelDirectory, running: RunningSettings[GatewaySettings]) -> None:
     for path, manage in (("/v1/load_lora_adapter", load_adapter), ("/v1/unload_lora_adapter", unload_adapter)):
-        app.router.routes.append(Route(path, AdminEndpoint(front, manage), methods=["POST"]))
-    app.router.routes.append(Route("/debug/settings", SettingsEndpoint(front, running), methods=["GET", "POST"]))
+        app.router.routes.append(
+            Route(path, AdminEndpoint(directory.shared, partial(manage, directory)), methods=["POST"])
+        )
+    app.router.routes.append(
+        Route("/debug/settings", SettingsEndpoint(directory.shared, running), methods=["GET", "POST"])
+    )
 
 
-def _add_traces(app: FastAPI, front: FrontDesk, traces: RecentRequests) -> None:
+def _add_traces(app: FastAPI, shared: Shared, traces: RecentRequests) -> None:
     @app.get("/debug/traces/{request_id:path}")
     async def trace(request_id: str, request: Request) -> JSONResponse:
         """A recent request's trace, for Perfetto: one's own, or any with a key that manages models."""
-        return JSONResponse(await traces.trace(request_id, front.access.authenticate(request.headers)))
+        return JSONResponse(await traces.trace(request_id, shared.access.authenticate(request.headers)))
 
 
-def _add_errors(app: FastAPI, front: FrontDesk, anthropic: Anthropic) -> None:
+def _add_errors(app: FastAPI, shared: Shared, anthropic: Anthropic) -> None:
     def respond(request: Request, error: GatewayError, status: int, headers: Mapping[str, str]) -> JSONResponse:
         path = request.url.path
         dialect = anthropic if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/") else OPENAI
-        request_id = request_id_of(request.headers, front.new_id)
+        request_id = request_id_of(request.headers, shared.new_id)
         named = {dialect.id_header: request_id, **dialect.headers(headers)}
         return JSONResponse(dialect.body(error, request_id, status), status, headers=named)
 
@@ -206,7 +222,7 @@ def _add_errors(app: FastAPI, front: FrontDesk, anthropic: Anthropic) -> None:
         return respond(request, InvalidRequest(f"{request.method} {request.url.path}: {detail}"), status, headers)
 
     async def apologize(request: Request, error: Exception) -> JSONResponse:
-        request_id = request_id_of(request.headers, front.new_id)
+        request_id = request_id_of(request.headers, shared.new_id)
         log.error("request failed", request_id=request_id, exc_info=error)
         return respond(request, unexpected(request_id), Internal.status, {"x-request-id": request_id})
 

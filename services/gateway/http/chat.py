@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from services.gateway.bodies import ChatPrompt, Incoming, PromptBounds, truncated
+from services.gateway.directory import LLM
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Delta, check_salt, held_to
 from services.gateway.http import schema
 from services.gateway.http.format import CheckTurn, Format, Made, Name, ParsedBody, namer, structure_of
 from services.gateway.http.functions import with_tools
-from services.gateway.llm import LLM
 from services.gateway.model import budget_of, template_variables
 from services.gateway.text import Tokenizer
 from services.gateway.tools import (
@@ -82,7 +82,7 @@ async def parse_chat(
     if found.max_completion_tokens is not None:
         given["max_tokens"] = found.max_completion_tokens
     structure = held_to(use, structure_of(found), reading, llm.model.tokenizer)
-    ids = await llm.encode_chat(prompt, llm.access.cache_salt(caller, check_salt(found.cache_salt or "")))
+    ids = await llm.encode_chat(prompt, llm.shared.access.cache_salt(caller, check_salt(found.cache_salt or "")))
     if clips and "max_tokens" in given:
         given["max_tokens"] = min(given["max_tokens"], max(1, llm.max_model_len - len(ids)))
     return ParsedBody(
@@ -103,7 +103,7 @@ def _format(llm: LLM, body: schema.ChatBody, reading: ReadingPlan | None) -> Cha
     return ChatFormat(
         llm.model.tokenizer,
         namer(llm.model.tokenizer, body),
-        lambda: reading.call_id(llm.new_id()) if reading else "",
+        lambda: reading.call_id(llm.shared.new_id()) if reading else "",
         body.include_reasoning is not False,
         reading.use.custom if reading and reading.use else frozenset(),
     )
@@ -209,10 +209,10 @@ def chat_in(body: schema.ChatBody | schema.TokenizeBody, use: ToolUse | None) ->
         variables=template_variables(body.chat_template_kwargs, body.reasoning_effort),
         tools=use.tools if use else (),
     )
-    return ChatPrompt(_messages(body.messages or ()), options)
+    return ChatPrompt(read_messages(body.messages or ()), options)
 
 
-def _messages(said: Sequence[schema.ChatMessage]) -> list[Mapping[str, Any]]:
+def read_messages(said: Sequence[schema.ChatMessage]) -> list[Mapping[str, Any]]:
     """
     Raises:
         InvalidRequest

@@ -8,11 +8,11 @@ from itertools import chain
 from typing import Any
 
 from services.gateway.bodies import Incoming, Prompt, PromptBounds, truncated
+from services.gateway.directory import LLM
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Delta
 from services.gateway.http import schema
 from services.gateway.http.format import CheckTurn, Format, Made, Name, ParsedBody, namer, structure_of
-from services.gateway.llm import LLM
 from services.gateway.text import Tokenizer
 from services.gateway.untrusted import ChatTemplate
 from tandem.v1 import llm_pb2

@@ -10,12 +10,12 @@ from struct import pack
 from typing import Any
 
 from services.gateway.bodies import Incoming, Prompt, PromptBounds, truncated
+from services.gateway.directory import LLM
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Answer, Delta
 from services.gateway.http import schema
 from services.gateway.http.completions import cut, prompts_of
 from services.gateway.http.format import CheckTurn, Framing, ParsedBody, usage
-from services.gateway.llm import LLM
 from services.gateway.untrusted import ChatTemplate
 
 ENCODINGS = ("float", "base64")

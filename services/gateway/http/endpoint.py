@@ -23,12 +23,11 @@ from typing import Any, Self
 import structlog
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.access import Caller
 from services.gateway.admission import NO_TARGETS, priority_of, targets_of
 from services.gateway.bodies import BodyReader, Incoming
 from services.gateway.deadlines import STALLED_S
+from services.gateway.directory import LLM, ModelDirectory
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, Unavailable, unexpected
-from services.gateway.front import FrontDesk
 from services.gateway.generation import (
     CLIENT_LEFT,
     Answer,
@@ -44,14 +43,14 @@ from services.gateway.http.exchange import ClientLeft, Exchange, check_left
 from services.gateway.http.format import CheckTurn, Framing, ParsedBody
 from services.gateway.http.schema import GenerationBody
 from services.gateway.http.waking import Waking
-from services.gateway.llm import LLM
 from services.gateway.model import SESSION, ServedModel
+from services.gateway.shared import Shared
 from tandem.garbage import let_go
 
 log = structlog.get_logger(__name__)
 ADMIN_BYTES = 64 * 1024
 ReadBody = Callable[[LLM, Incoming[Any], CheckTurn], Awaitable[ParsedBody]]
-RespondTo = Callable[[LLM, Incoming[Any], Caller], Awaitable[Any]]
+RespondTo = Callable[[LLM, Incoming[Any]], Awaitable[Any]]
 
 
 class Endpoint(ABC):
@@ -59,8 +58,8 @@ class Endpoint(ABC):
 
     dialect = OPENAI
 
-    def __init__(self, front: FrontDesk) -> None:
-        self._front = front
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
 
     def speaking(self, dialect: Dialect) -> Self:
         """Answer in another protocol's words."""
@@ -68,11 +67,11 @@ class Endpoint(ABC):
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._front.new_id, lambda: self._front.leaving, self.dialect)
+        exchange = Exchange(scope, receive, send, self._shared.new_id, lambda: self._shared.state.leaving, self.dialect)
         try:
             await self._serve(exchange)
         except ClientLeft:  # or it has sent what is no body, and waits
-            self._front.metrics.request("none", CLIENT_LEFT)
+            self._shared.metrics.request("none", CLIENT_LEFT)
             await exchange.fail(InvalidRequest("the body is malformed, or ended too early", code="incomplete_body"), {})
         except GatewayError as error:
             await exchange.fail(error, {})
@@ -96,41 +95,43 @@ class Endpoint(ABC):
 class AdminEndpoint(Endpoint):
     """A short body in, one out, for those who may manage models."""
 
-    def __init__(self, front: FrontDesk, respond: Callable[[FrontDesk, bytes], Awaitable[Any]]) -> None:
-        super().__init__(front)
+    def __init__(self, shared: Shared, respond: Callable[[bytes], Awaitable[Any]]) -> None:
+        super().__init__(shared)
         self._respond = respond
 
     async def _serve(self, exchange: Exchange) -> None:
-        self._front.access.authenticate(exchange.headers).check_manages()
-        body = await exchange.body(ADMIN_BYTES, self._front.settings.body_timeout_s, self._front.deadlines)
-        await exchange.json(200, await self._respond(self._front, body), {})
+        self._shared.access.authenticate(exchange.headers).check_manages()
+        body = await exchange.body(ADMIN_BYTES, self._shared.settings.body_timeout_s, self._shared.deadlines)
+        await exchange.json(200, await self._respond(body), {})
 
 
 class TextEndpoint(Endpoint):
     """One body in, one out, nothing of the cluster asked for: of the gateway itself, in turns."""
 
-    def __init__(self, front: FrontDesk, respond: RespondTo, reader: BodyReader[Any]) -> None:
-        super().__init__(front)
-        self._respond, self._reader = respond, reader
+    def __init__(self, directory: ModelDirectory, respond: RespondTo, reader: BodyReader[Any]) -> None:
+        super().__init__(directory.shared)
+        self._directory, self._respond, self._reader = directory, respond, reader
 
     async def _serve(self, exchange: Exchange) -> None:
-        front = self._front
-        client, deadline = front.access.authenticate(exchange.headers), exchange.deadline(front)
-        tenant, settings = front.access.tenant(client, exchange.headers, "", "user"), front.settings
+        shared, directory = self._shared, self._directory
+        client, deadline = shared.access.authenticate(exchange.headers), exchange.deadline(shared)
+        tenant, settings = shared.access.tenant(client, exchange.headers, "", "user"), shared.settings
         try:
-            with front.deadlines.until(deadline):
-                body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s, front.deadlines)
+            with shared.deadlines.until(deadline):
+                body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s, shared.deadlines)
                 left = deadline - asyncio.get_running_loop().time()
-                counted = front.allowances.one(client, tenant, exchange.request_id, left)
+                counted = shared.allowances.one(client, tenant, exchange.request_id, left)
 
                 async def respond(user: str) -> Any:
                     """Not in its turn while a model is woken."""
-                    async with front.text_turns.turn(tenant, len(body), deadline):
-                        llm = await front.llm_for(body, tenant, user or exchange.headers.get(SESSION, ""))
-                        return await self._respond(llm, await llm.read(self._reader, body, tenant), client)
+                    async with shared.text_turns.turn(tenant, len(body), deadline):
+                        llm = await directory.llm_for(body, tenant, user or exchange.headers.get(SESSION, ""))
+                        incoming = await llm.read(self._reader, body, tenant)
+                        directory.served(llm, incoming.body.model, client)
+                        return await self._respond(llm, incoming)
 
                 async with counted as headers:
-                    answer = await front.once_awake(respond, client, deadline, Waking(exchange).tell)
+                    answer = await directory.once_awake(respond, client, deadline, Waking(exchange).tell)
         except TimeoutError:
             raise TimedOut("the request's deadline passed") from None
         await exchange.json(200, answer, headers)
@@ -141,22 +142,23 @@ class GenerateEndpoint(Endpoint):
 
     def __init__(
         self,
-        front: FrontDesk,
+        directory: ModelDirectory,
         read: ReadBody,
         reader: BodyReader[Any],
         wall: Callable[[], float],
     ) -> None:
-        super().__init__(front)
+        super().__init__(directory.shared)
+        self._directory = directory
         self._read, self._reader = read, reader
         self._wall = wall
 
     async def _serve(self, exchange: Exchange) -> None:
-        front, settings = self._front, self._front.settings
+        shared, settings = self._shared, self._shared.settings
         try:
-            asked = _Asked(front, exchange)
-            with front.deadlines.until(asked.deadline):
-                await front.intake.begin()
-                body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s, front.deadlines)
+            asked = _Asked(self._directory, exchange)
+            with shared.deadlines.until(asked.deadline):
+                await shared.intake.begin()
+                body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s, shared.deadlines)
                 check_left(asked.deadline)  # whose timer may be late itself
                 found, answer = await self._begin(asked, body)
         except TimeoutError:
@@ -168,7 +170,7 @@ class GenerateEndpoint(Endpoint):
             raise
         try:
             while not await self._answered(exchange, found, answer, asked):
-                with front.deadlines.until(asked.deadline):
+                with shared.deadlines.until(asked.deadline):
                     found, answer = await self._begin(asked, body)
         except TimeoutError:
             raise TimedOut("the request's deadline passed") from None
@@ -201,11 +203,12 @@ class GenerateEndpoint(Endpoint):
         return True
 
     def _note_refused(self, exchange: Exchange, error: GatewayError) -> None:
-        self._front.refuse(exchange.headers, exchange.request_id, error, exchange.arrived)
+        model = self._directory.only_name
+        self._shared.refuse(exchange.headers, exchange.request_id, error, exchange.arrived, model)
 
     async def _supervise(self, exchange: Exchange, writing: Awaitable[None], deadline: float) -> None:
         """Write the answer for as long as there is anyone to write it to."""
-        bound = self._front.deadlines.until(deadline + STALLED_S)
+        bound = self._shared.deadlines.until(deadline + STALLED_S)
         try:
             with bound:
                 exchange.watch_left(bound.expire)
@@ -266,15 +269,15 @@ class GenerateEndpoint(Endpoint):
 class _Asked:
     """A request, from its headers on: whose it is, and by when."""
 
-    def __init__(self, front: FrontDesk, exchange: Exchange) -> None:
+    def __init__(self, directory: ModelDirectory, exchange: Exchange) -> None:
         """
         Raises:
             GatewayError
         """
-        self._front, self._exchange = front, exchange
-        self.client = front.access.authenticate(exchange.headers)
-        self.deadline = exchange.deadline(front)
-        self.owner = front.access.tenant(self.client, exchange.headers, "", "user")  # the body may name another
+        self._directory, self._exchange, shared = directory, exchange, directory.shared
+        self.client = shared.access.authenticate(exchange.headers)
+        self.deadline = exchange.deadline(shared)
+        self.owner = shared.access.tenant(self.client, exchange.headers, "", "user")  # the body may name another
         self._tenant, self._priority, self._targets = "", 0, NO_TARGETS
         self._llm: LLM | None = None
         self._model: ServedModel | None = None
@@ -284,16 +287,16 @@ class _Asked:
         Raises:
             GatewayError
         """
-        if (only := self._front.only_llm()) is not None:
+        if (only := self._directory.only_llm()) is not None:
             self._llm = only
             return only
         session = self._exchange.headers.get(SESSION, "")
 
         async def find(user: str) -> LLM:
-            return await self._front.llm_for(body, self.owner, user or session)
+            return await self._directory.llm_for(body, self.owner, user or session)
 
         before = self._llm.via if self._llm else None
-        llm = await self._front.once_awake(find, self.client, self.deadline, Waking(self._exchange).tell)
+        llm = await self._directory.once_awake(find, self.client, self.deadline, Waking(self._exchange).tell)
         if before and llm.via:
             llm.via = replace(llm.via, left=before.model)
         self._llm = llm
@@ -303,7 +306,7 @@ class _Asked:
         """True if the chosen model has lost its workers and another one of its alias would answer, of which nothing
         was sent yet."""
         via = self._llm.via if self._llm else None
-        return via is not None and not self._exchange.answered and self._front.answers_elsewhere(via)
+        return via is not None and not self._exchange.answered and self._directory.answers_elsewhere(via)
 
     def check_turn(self, body: GenerationBody, max_tokens: int | None) -> str:
         """Returns the tenant.
@@ -313,11 +316,11 @@ class _Asked:
         """
         llm, headers = self._llm, self._exchange.headers
         assert llm is not None
-        self._model = llm.served(body.model, self.client)
-        self._tenant = llm.access.tenant(self.client, headers, body.user or "", "user")
+        self._model = self._directory.served(llm, body.model, self.client)
+        self._tenant = llm.shared.access.tenant(self.client, headers, body.user or "", "user")
         self._priority = priority_of(body.service_tier, body.priority)
         end_by = self.deadline if self._exchange.names_deadline else inf
-        self._targets = targets_of(headers, self._priority, llm.settings, end_by)
+        self._targets = targets_of(headers, self._priority, llm.shared.settings, end_by)
         llm.pipeline.check_turn(self._priority, self._tenant, self.deadline, max_tokens, self._targets)
         return self._tenant
 
@@ -340,7 +343,7 @@ class _Asked:
             targets=self._targets,
             tenant=self._tenant,
             client=self.client,
-            cache_salt=llm.access.cache_salt(self._tenant, check_salt(body.cache_salt or "")),
+            cache_salt=llm.shared.access.cache_salt(self._tenant, check_salt(body.cache_salt or "")),
             speculative=read_speculative(said.method, said.num_tokens) if (said := body.speculative) else None,
             streamed=bool(body.stream),
             reading=found.reading,

@@ -19,11 +19,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.deadlines import Deadlines
 from services.gateway.errors import BodyTimeout, BodyTooLarge, GatewayError, InvalidRequest, TimedOut
-from services.gateway.front import FrontDesk
 from services.gateway.http.connections import SINCE_S
 from services.gateway.http.dialect import OPENAI, Dialect
 from services.gateway.http.encodings import decompressed, is_compressed
 from services.gateway.http.pings import Pings
+from services.gateway.shared import Shared
 
 log = structlog.get_logger(__name__)
 FAIL_WAIT_S = 1.0
@@ -75,14 +75,14 @@ class Exchange:
         """True if the request has one of its own."""
         return any(name in self.headers for name, _ in TIMEOUTS)
 
-    def deadline(self, front: FrontDesk) -> float:
+    def deadline(self, shared: Shared) -> float:
         """By x-request-timeout-ms or x-request-timeout (seconds), from when the request came, or the default.
 
         Raises:
             InvalidRequest
             TimedOut: it has passed.
         """
-        deadline = front.deadline(*_seconds_said(self.headers)) - self._since_s
+        deadline = shared.deadline(*_seconds_said(self.headers)) - self._since_s
         check_left(deadline)
         return deadline
 

@@ -7,15 +7,16 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
-from services.gateway import versions
-from services.gateway.front import FrontDesk, Listed
+from services.gateway.directory import Listed, ModelDirectory, mixed, shares
 from tandem.registry import ModelStatus
 
 
-def add_models(app: FastAPI, front: FrontDesk) -> None:
+def add_models(app: FastAPI, directory: ModelDirectory) -> None:
     def cards(request: Request) -> list[dict[str, Any]]:
-        client = front.access.authenticate(request.headers)
-        return [_card(one, front) for one in front.models(client)] + [_card_asleep(one) for one in front.asleep(client)]
+        client = directory.shared.access.authenticate(request.headers)
+        return [_card(one, directory) for one in directory.models(client)] + [
+            _card_asleep(one) for one in directory.asleep(client)
+        ]
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
@@ -32,19 +33,19 @@ def add_models(app: FastAPI, front: FrontDesk) -> None:
         for card in cards(request):
             if card["id"] == name:
                 return card
-        raise front.unknown(name, front.access.authenticate(request.headers))
+        raise directory.unknown(name, directory.shared.access.authenticate(request.headers))
 
 
-def _card(listed: Listed, front: FrontDesk) -> dict[str, Any]:
+def _card(listed: Listed, directory: ModelDirectory) -> dict[str, Any]:
     model, llm = listed.model, listed.llm
-    of = front.versions(llm.key.name)
-    warned = {"warning": why} if (why := versions.mixed(of)) else {}
+    of = directory.versions(llm.key.name)
+    warned = {"warning": why} if (why := mixed(of)) else {}
     behind = {"weights": listed.alias.shares, "fallbacks": listed.alias.fallbacks} if listed.alias else {}
     return {
         **_named(model.name, model.created), "root": model.adapter.path if model.adapter else llm.key.name,
         "parent": model.parent or None, "max_model_len": listed.max_model_len,
         "state": "ready" if listed.ready else "not ready", "fingerprint": llm.key.fingerprint,
-        "fingerprints": versions.shares(of), "max_input_tokens": listed.max_model_len, **behind,
+        "fingerprints": shares(of), "max_input_tokens": listed.max_model_len, **behind,
         **warned,
     }  # fmt: skip
 

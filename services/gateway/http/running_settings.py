@@ -6,23 +6,23 @@ import json
 from typing import Any
 
 from services.gateway.errors import InvalidRequest
-from services.gateway.front import FrontDesk
 from services.gateway.http.endpoint import ADMIN_BYTES, Endpoint
 from services.gateway.http.exchange import Exchange
 from services.gateway.settings import GatewaySettings
+from services.gateway.shared import Shared
 from tandem.process import RunningSettings
 
 
 class SettingsEndpoint(Endpoint):
-    def __init__(self, front: FrontDesk, running: RunningSettings[GatewaySettings]) -> None:
-        super().__init__(front)
+    def __init__(self, shared: Shared, running: RunningSettings[GatewaySettings]) -> None:
+        super().__init__(shared)
         self._running = running
 
     async def _serve(self, exchange: Exchange) -> None:
-        client = self._front.access.authenticate(exchange.headers)
+        client = self._shared.access.authenticate(exchange.headers)
         client.check_manages()
         if exchange.scope["method"] == "POST":
-            body = await exchange.body(ADMIN_BYTES, self._front.settings.body_timeout_s, self._front.deadlines)
+            body = await exchange.body(ADMIN_BYTES, self._shared.settings.body_timeout_s, self._shared.deadlines)
             host = (exchange.scope.get("client") or ("",))[0]
             by = f"key {client.key_id} of {client.tenant}" if client.key_id else "anyone"
             self._set(body, f"{by}, from {host}")

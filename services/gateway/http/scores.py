@@ -10,12 +10,12 @@ from operator import mul
 from typing import Any
 
 from services.gateway.bodies import Incoming, PromptBounds
+from services.gateway.directory import LLM
 from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Answer, Delta
 from services.gateway.http import schema
 from services.gateway.http.embeddings import check_count, counted, pooled, refuse_answers
 from services.gateway.http.format import CheckTurn, Framing, ParsedBody
-from services.gateway.llm import LLM
 from services.gateway.untrusted import ChatTemplate
 
 # Stands for a text that a helper process has taken out.

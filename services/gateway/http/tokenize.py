@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from services.gateway.access import Caller
 from services.gateway.bodies import ChatPrompt, Incoming, Prompt, PromptBounds
+from services.gateway.directory import LLM
 from services.gateway.errors import InvalidRequest
 from services.gateway.http import schema
 from services.gateway.http.chat import chat_in
 from services.gateway.http.format import token_text
-from services.gateway.llm import LLM
 from services.gateway.tools import read_tools
 from services.gateway.untrusted import ChatTemplate
 
@@ -52,41 +51,29 @@ class DetokenizeReader(schema.JsonReader[schema.DetokenizeBody]):
 TOKENIZE, DETOKENIZE = TokenizeReader(), DetokenizeReader()
 
 
-async def tokenize(llm: LLM, body: Incoming[schema.TokenizeBody], client: Caller) -> dict[str, Any]:
+async def tokenize(llm: LLM, body: Incoming[schema.TokenizeBody]) -> dict[str, Any]:
     """
     Raises:
         GatewayError
     """
     found, param = body.body, body.reader.param(body.body)
-    _check_model(llm, found.model, client)
     text = await llm.text_of(body)
     if param == "prompt":
         tokens = await llm.encode(text, param, found.add_special_tokens is not False)
     else:
-        tokens = await llm.encode_chat(text, llm.access.cache_salt(body.owner, ""))
+        tokens = await llm.encode_chat(text, llm.shared.access.cache_salt(body.owner, ""))
     llm.bounds.check_tokens(len(tokens), param)
     texts = [token_text(llm.model.tokenizer, token) for token in tokens] if found.return_token_strs else None
     return {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": list(tokens), "token_strs": texts}
 
 
-async def detokenize(llm: LLM, body: Incoming[schema.DetokenizeBody], client: Caller) -> dict[str, Any]:
+async def detokenize(llm: LLM, body: Incoming[schema.DetokenizeBody]) -> dict[str, Any]:
     """
     Raises:
         GatewayError
     """
-    _check_model(llm, body.body.model, client)
     (tokens,) = llm.prompts_in(body)
     assert not isinstance(tokens, str)
     llm.bounds.check_tokens(len(tokens), "tokens")
     llm.bounds.check_ids(tokens, "tokens")
     return {"prompt": await asyncio.to_thread(llm.model.tokenizer.decode, tokens, skip_special_tokens=False)}
-
-
-def _check_model(llm: LLM, name: str | None, client: Caller) -> None:
-    """
-    Raises:
-        GatewayError
-    """
-    llm.front.check_said(name)
-    if name is not None:
-        llm.served(name, client)

@@ -22,8 +22,8 @@ from typing import Any
 
 from grpc import StatusCode
 
+from services.gateway.directory.roster import GONE_S
 from services.gateway.model.served import ServedModel
-from services.gateway.roster import GONE_S
 from services.gateway.workers.stream import SUSPECT_S
 from tandem.registry import Registry
 from tandem.v1 import llm_pb2
@@ -357,7 +357,7 @@ class Run:
                 while not self._is_whole() or len(await registry.workers()) < num_workers:
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            found = {name: gateway.front.readiness()[1] for name, gateway in self.cluster.gateways.items()}
+            found = {name: gateway.readiness()[1] for name, gateway in self.cluster.gateways.items()}
             self._violation(f"not whole again {RECOVER_S} s after the last fault: {found}")
         await registry.close()
 

@@ -78,5 +78,5 @@ class Visits:
 
     def _is_served(self, model: str) -> bool:
         """By each gateway."""
-        known = [gateway.front.llms for gateway in self._cluster.gateways.values()]
+        known = [gateway.directory.llms for gateway in self._cluster.gateways.values()]
         return all(any(key.name == model and llm.seats for key, llm in llms.items()) for llms in known)

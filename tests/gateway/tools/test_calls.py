@@ -39,9 +39,9 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Malmö"}}\n</too
 @pytest.fixture
 def says(gateway: Gateway, peers: Peers, tokenizer: Tokenizer) -> Callable[[str], list[worker_pb2.SequenceSpec]]:
     """Make the model one that calls tools as Hermes does, and have it say this; returns what it is asked."""
-    object.__setattr__(gateway.front.llm_of(None).model, "chat_template", ChatTemplate(TEMPLATE, {}))
-    object.__setattr__(gateway.front.llm_of(None).model, "calls", FORMATS["hermes"])
-    object.__setattr__(gateway.front.llm_of(None).model, "thoughts", TAGS["think"])
+    object.__setattr__(gateway.directory.llm_of(None).model, "chat_template", ChatTemplate(TEMPLATE, {}))
+    object.__setattr__(gateway.directory.llm_of(None).model, "calls", FORMATS["hermes"])
+    object.__setattr__(gateway.directory.llm_of(None).model, "thoughts", TAGS["think"])
 
     def say(text: str) -> list[worker_pb2.SequenceSpec]:
         seen: list[worker_pb2.SequenceSpec] = []

@@ -190,7 +190,7 @@ def says(gateway: Gateway, peers: Peers, tokenizer: Tokenizer) -> Says:
     peers.decode.step_s = 0.0
 
     def say(template: str, text: str) -> list[worker_pb2.SequenceSpec]:
-        model = gateway.front.llm_of(None).model
+        model = gateway.directory.llm_of(None).model
         object.__setattr__(model, "chat_template", ChatTemplate(template, {"bos_token": ""}))
         object.__setattr__(model, "calls", FORMATS.get(detect_format(template) or ""))
         object.__setattr__(model, "thoughts", TAGS.get(detect_tags(template) or ""))

@@ -44,7 +44,7 @@ async def test_mutated_calls(gateway: Gateway, peers: Peers, anthropic: AsyncAnt
     thoughts = st.sampled_from(["", "", "<think>\nso\n</think>\n"])
     for text in collected(st.tuples(thoughts, written(name)).map("".join), 12):
         says(text)
-        object.__setattr__(gateway.front.llm_of(None).model, "calls", FORMATS[name])
+        object.__setattr__(gateway.directory.llm_of(None).model, "calls", FORMATS[name])
         whole = await anthropic.messages.create(**ASKED)
         async with anthropic.messages.stream(**ASKED) as stream:
             streamed = await stream.get_final_message()

@@ -76,7 +76,7 @@ async def test_an_effort_is_a_budget(
     assert (sampling.thinking_token_budget if sampling.HasField("thinking_token_budget") else None) == budget
     assert bool(sampling.thinking_end_token_ids) is (budget is not None)
     object.__setattr__(
-        gateway.front.llm_of(None).model,
+        gateway.directory.llm_of(None).model,
         "chat_template",
         ChatTemplate(TEMPLATE + "{{ reasoning_effort }}{{ enable_thinking }}", {}),
     )

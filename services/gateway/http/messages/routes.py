@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from services.gateway.access import Caller
 from services.gateway.bodies import ChatPrompt, Incoming, PromptBounds
+from services.gateway.directory import LLM
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.chat import chat_in, parse_chat
 from services.gateway.http.format import CheckTurn, ParsedBody
@@ -24,7 +24,6 @@ from services.gateway.http.messages.schema import (
     check_extras,
 )
 from services.gateway.http.schema import JsonReader
-from services.gateway.llm import LLM
 from services.gateway.tools import read_tools
 from services.gateway.untrusted import ChatTemplate
 
@@ -80,17 +79,16 @@ async def read_messages_body(llm: LLM, body: Incoming[MessagesBody], check_turn:
     chat, sampling = chat_of(found, llm.model.chat_template), _sampling(found, llm.model.thoughts is not None)
     with _own_names():
         parsed = await parse_chat(llm, chat, sampling, body.text, check_turn, clips=True, names=NAMES)
-    return replace(parsed, envelope=partial(MessageFrame, llm.new_id, _options(llm, found)))
+    return replace(parsed, envelope=partial(MessageFrame, llm.shared.new_id, _options(llm, found)))
 
 
-async def count_tokens(llm: LLM, body: Incoming[CountTokensBody], client: Caller) -> dict[str, Any]:
+async def count_tokens(llm: LLM, body: Incoming[CountTokensBody]) -> dict[str, Any]:
     """
     Raises:
         GatewayError
     """
-    llm.served(body.body.model, client)
     text = await llm.text_of(body)
-    return {"input_tokens": len(await llm.encode_chat(text, llm.access.cache_salt(body.owner, "")))}
+    return {"input_tokens": len(await llm.encode_chat(text, llm.shared.access.cache_salt(body.owner, "")))}
 
 
 @contextmanager

@@ -20,13 +20,13 @@ import orjson
 import structlog
 
 from services.gateway.deadlines import STALLED_S
+from services.gateway.directory import LLM
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut, Unavailable, unexpected
 from services.gateway.generation import Answer
 from services.gateway.http.exchange import Exchange
 from services.gateway.http.format import Framing
 from services.gateway.http.responses.events import ResponseEvents
 from services.gateway.http.responses.kept import Kept
-from services.gateway.llm import LLM
 
 log = structlog.get_logger(__name__)
 BEAT_S = 0.25
@@ -56,11 +56,11 @@ class Background:
         if not await self.kept.keep(queued, self.items):
             raise Unavailable("background: the response cannot be kept", code="store_unavailable")
         run = _Run(self, framing, answer)
-        self.llm.detached(run.run())
+        self.llm.shared.detached(run.run())
         if not answer.request.streamed:
             await exchange.json(200, queued, {})
             return
-        with self.llm.deadlines.until(answer.request.deadline + STALLED_S):
+        with self.llm.shared.deadlines.until(answer.request.deadline + STALLED_S):
             await send_events(exchange, self.kept, framing.id, -1)
 
 
@@ -89,7 +89,7 @@ class _Run:
         events, deadline = self._events, self._answer.request.deadline
         self._said += events.begin()
         try:
-            with self._llm.deadlines.until(deadline):
+            with self._llm.shared.deadlines.until(deadline):
                 async with aclosing(self._answer.deltas()) as deltas:
                     async for delta in deltas:
                         self._said += events.chunk(delta)

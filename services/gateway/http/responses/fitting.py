@@ -10,10 +10,10 @@ import orjson
 from pydantic_core import to_json
 
 from services.gateway.bodies import Incoming, Reduced
+from services.gateway.directory import LLM
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.format import ParsedBody
 from services.gateway.http.responses.schema import ResponseBody
-from services.gateway.llm import LLM
 
 TOO_LONG = "context_length_exceeded"
 # So often what is left is measured; the last time it is served or refused as it is.

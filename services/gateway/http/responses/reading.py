@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 from pydantic_core import to_json
 
-from services.gateway.access import Caller
 from services.gateway.admission import tier_served
 from services.gateway.bodies import BodyReader, ChatPrompt, Incoming, PromptBounds, Reduced, rendered, small
+from services.gateway.directory import LLM
 from services.gateway.errors import InvalidRequest
 from services.gateway.http.chat import CHAT, read_chat
 from services.gateway.http.format import CheckTurn, ParsedBody
@@ -24,7 +24,6 @@ from services.gateway.http.responses.fitting import newest, read_fitting, render
 from services.gateway.http.responses.recalling import Keeping, items_of, recalled
 from services.gateway.http.responses.schema import ResponseBody, read_body
 from services.gateway.http.responses.tools import Toolbox, read_toolbox
-from services.gateway.llm import LLM
 from services.gateway.untrusted import ChatTemplate
 from tandem.ids import RandomIds
 
@@ -98,22 +97,21 @@ async def read_response(llm: LLM, body: Incoming[ResponseBody], check_turn: Chec
     echo = _echo(said, box, parsed) | {"store": keeping is not None and keeping.stores}
     if keeping and keeping.conversation:
         echo["conversation"] = {"id": keeping.conversation}
-    frame = partial(ResponseEvents, llm.new_id, echo, box.tools, keeping)
+    frame = partial(ResponseEvents, llm.shared.new_id, echo, box.tools, keeping)
     detach = Background(llm, keeping.kept, keeping.items).start if said.background and keeping else None
     return replace(parsed, param="input", envelope=frame, detach=detach)
 
 
-async def count_input(llm: LLM, body: Incoming[ResponseBody], client: Caller) -> dict[str, Any]:
+async def count_input(llm: LLM, body: Incoming[ResponseBody]) -> dict[str, Any]:
     """Returns how many tokens a response to this body would read.
 
     Raises:
         GatewayError
     """
-    llm.served(body.body.model, client)
     whole, _ = await _with_recalled(llm, body)
     with own_names():
         text = await llm.text_of(whole)
-    ids = await llm.encode_chat(text, llm.access.cache_salt(body.owner, ""))
+    ids = await llm.encode_chat(text, llm.shared.access.cache_salt(body.owner, ""))
     return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 

@@ -14,11 +14,11 @@ import orjson
 import structlog
 
 from services.gateway.bodies import Incoming
+from services.gateway.directory import LLM
 from services.gateway.errors import GatewayError, InvalidRequest, NotKept
-from services.gateway.front import FrontDesk
 from services.gateway.http.responses.kept import Kept, joined_lists
 from services.gateway.http.responses.schema import ResponseBody
-from services.gateway.llm import LLM
+from services.gateway.shared import Shared
 
 log = structlog.get_logger(__name__)
 PREFIXES = {
@@ -51,9 +51,9 @@ class Keeping:
         return self.stores and await self.kept.keep(response, self.items)
 
 
-def kept_of(front: FrontDesk, owner: str) -> Kept | None:
-    settings = front.settings
-    return Kept(front.store, owner, settings.store_max_bytes, settings.store_ttl_s) if front.store else None
+def kept_of(shared: Shared, owner: str) -> Kept | None:
+    settings = shared.settings
+    return Kept(shared.store, owner, settings.store_max_bytes, settings.store_ttl_s) if shared.store else None
 
 
 async def recalled(llm: LLM, body: Incoming[ResponseBody]) -> tuple[bytes | None, Keeping | None]:
@@ -62,7 +62,7 @@ async def recalled(llm: LLM, body: Incoming[ResponseBody]) -> tuple[bytes | None
     Raises:
         GatewayError
     """
-    found, kept = body.body, kept_of(llm.front, body.owner)
+    found, kept = body.body, kept_of(llm.shared, body.owner)
     read = body.reduced.items if body.reduced else None
     conversation = _conversation(found)
     if kept is None:
@@ -70,7 +70,7 @@ async def recalled(llm: LLM, body: Incoming[ResponseBody]) -> tuple[bytes | None
         return None, None
     if conversation and found.previous_response_id:
         raise InvalidRequest("conversation and previous_response_id exclude each other", "conversation")
-    own = items_of(found.input, llm.new_id()) if read is None else read
+    own = items_of(found.input, llm.shared.new_id()) if read is None else read
     before = await _before(kept, found, conversation)
     if read is None:
         own = await _resolved(kept, own)

@@ -15,7 +15,6 @@ from starlette.routing import Route
 
 from services.gateway.bodies import LARGE
 from services.gateway.errors import GatewayError, InvalidRequest, NotKept, TimedOut
-from services.gateway.front import FrontDesk
 from services.gateway.http.endpoint import Endpoint
 from services.gateway.http.exchange import Exchange
 from services.gateway.http.responses.background import cancel, current, send_events
@@ -23,6 +22,7 @@ from services.gateway.http.responses.kept import MOST_OF_PAGE, SOME_OF_PAGE, Kep
 from services.gateway.http.responses.recalling import items_of, kept_of
 from services.gateway.http.responses.schema import ConversationBody, ItemsBody, check_metadata
 from services.gateway.http.schema import Body, validated
+from services.gateway.shared import Shared
 
 MOST_ITEMS = 20  # that are added at once
 
@@ -47,22 +47,22 @@ Respond = Callable[[Asked], Awaitable[Any]]
 class KeptEndpoint(Endpoint):
     """Serves what is kept for the caller, by the request's method."""
 
-    def __init__(self, front: FrontDesk, methods: Mapping[str, Respond], wall: Callable[[], float]) -> None:
-        super().__init__(front)
+    def __init__(self, shared: Shared, methods: Mapping[str, Respond], wall: Callable[[], float]) -> None:
+        super().__init__(shared)
         self._methods, self._wall = methods, wall
         self._streams = methods.get("GET") is get_response
 
     async def _serve(self, exchange: Exchange) -> None:
-        front, scope = self._front, exchange.scope
-        client = front.access.authenticate(exchange.headers)
-        kept = kept_of(front, front.access.tenant(client, exchange.headers, "", "user"))
+        shared, scope = self._shared, exchange.scope
+        client = shared.access.authenticate(exchange.headers)
+        kept = kept_of(shared, shared.access.tenant(client, exchange.headers, "", "user"))
         try:
-            with front.deadlines.until(exchange.deadline(front)):
-                body = await exchange.body(LARGE, front.settings.body_timeout_s, front.deadlines)
+            with shared.deadlines.until(exchange.deadline(shared)):
+                body = await exchange.body(LARGE, shared.settings.body_timeout_s, shared.deadlines)
                 if kept is None:
                     raise NotKept(scope["path"].rstrip("/").rpartition("/")[2])
                 query = _query(scope["query_string"])
-                asked = Asked(kept, scope["path_params"], query, body, front.new_id, int(self._wall()))
+                asked = Asked(kept, scope["path_params"], query, body, shared.new_id, int(self._wall()))
                 if scope["method"] == "GET" and query.get("stream") == "true" and self._streams:
                     await send_events(exchange, kept, asked.name, _after(query))
                     return
@@ -235,7 +235,7 @@ def names_no_kept(path: str) -> bool:
     return NOT_KEPT.match(path) is not None
 
 
-def kept_routes(front: FrontDesk, wall: Callable[[], float]) -> Iterator[Route]:
+def kept_routes(shared: Shared, wall: Callable[[], float]) -> Iterator[Route]:
     for path, methods in KEPT.items():
         path = path.replace("{name}", "{name:kept}")
-        yield Route(path, KeptEndpoint(front, methods, wall), methods=list(methods))
+        yield Route(path, KeptEndpoint(shared, methods, wall), methods=list(methods))

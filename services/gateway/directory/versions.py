@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.gateway.llm import LLM
+    from services.gateway.directory.llm import LLM
 
 SHOWN = 12  # of a fingerprint
 

@@ -1,4 +1,4 @@
-"""The gateway in front of its models: what both doors share, and which model a request is for.
+"""The models that a gateway serves, by all of their names: which one a request is for.
 
     body ── its `model` ──> `llm_for` ──> an LLM: all that follows is of that one model
 
@@ -8,42 +8,24 @@ Two fingerprints of one name, as while other files are rolled out, are two LLMs:
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import orjson
-from opentelemetry.trace import Tracer
 
-from services.gateway import versions
-from services.gateway.access import ANYONE, Access, Allowances, Caller
-from services.gateway.admission import Intake, TextTurns
-from services.gateway.bodies import LargeBodies, is_large
-from services.gateway.deadlines import Deadlines
-from services.gateway.errors import GatewayError, InvalidRequest, ModelNotFound, Unavailable
-from services.gateway.generation import (
-    TOO_MANY,
-    Answer,
-    BackgroundTasks,
-    CheckedGrammars,
-    RequestRecords,
-    record_refused,
-    tracing,
-)
-from services.gateway.metrics import FrontMetrics
+from services.gateway.access import ANYONE, Caller
+from services.gateway.bodies import is_large
+from services.gateway.directory import readiness, versions
+from services.gateway.directory.llm import LLM
+from services.gateway.directory.on_demand import Asleep, Sleepers
+from services.gateway.errors import InvalidRequest, ModelNotFound, Unavailable
 from services.gateway.model import ModelAsked, ServedAdapters, ServedAliases, ServedModel, Via, choose
-from services.gateway.on_demand import Asleep, Sleepers
-from services.gateway.settings import MAX_TIMEOUT_S, GatewaySettings
+from services.gateway.shared import Shared
 from services.gateway.workers import WorkerConnection
 from tandem.aliases import Alias
-from tandem.registry import ClusterView, ModelKey, ModelStatus
-from tandem.store import Store
-
-if TYPE_CHECKING:
-    from services.gateway.llm import LLM
+from tandem.registry import ModelKey, ModelStatus
 
 AskedIn = Callable[[bytes], ModelAsked]
 # Told now and then to a request that waits for a model; True where it is to be answered by a stream.
@@ -71,40 +53,27 @@ class Listed:
 
 
 @dataclass(slots=True)
-class FrontDesk:
-    settings: GatewaySettings
-    view: ClusterView
-    metrics: FrontMetrics
-    access: Access
+class ModelDirectory:
+    """The models that a gateway serves, by all of their names."""
+
+    shared: Shared
     adapters: ServedAdapters
     aliases: ServedAliases
     sleepers: Sleepers
-    allowances: Allowances
-    new_id: Callable[[], str]
-    spans: Tracer
-    seeds: random.Random
-    deadlines: Deadlines
-    intake: Intake
-    bodies: LargeBodies
-    text_turns: TextTurns
-    grammars: CheckedGrammars
-    store: Store | None = None
     llms: dict[ModelKey, LLM] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)  # workers, or models, that are not served, and why
     other_releases: str = ""  # of Tandem, in this namespace, where there are no workers of this one
-    records: RequestRecords = field(default_factory=RequestRecords)
-    detached: BackgroundTasks = field(default_factory=BackgroundTasks)  # answers that nobody waits for
-    running: set[Answer] = field(default_factory=set)
-    accepted: int = 0
-    leaving: bool = False  # balancers should send nothing more; what comes is served
-    stopping: bool = False
-
-    # --- which model ---
 
     @property
     def names(self) -> list[str]:
         """Names of the models themselves, those that are asleep included."""
         return sorted({*(key.name for key in self.llms), *(status.name for status in self.sleepers.statuses)})
+
+    @property
+    def only_name(self) -> str:
+        """The one model's; "" where there are several, or none."""
+        names = self.names
+        return names[0] if len(names) == 1 else ""
 
     def only_llm(self) -> LLM | None:
         """The one that answers every request, where no alias and no model that sleeps leaves a choice."""
@@ -125,7 +94,7 @@ class FrontDesk:
         if len(self.llms) < 2 and self.aliases.is_empty and self.sleepers.is_empty:
             return self.llm_of(None)
         if read is not asked_in or is_large(body):
-            asked = await self.bodies.read(read, body, caller=caller)
+            asked = await self.shared.bodies.read(read, body, caller=caller)
         else:
             asked = read(body)
         try:
@@ -144,7 +113,7 @@ class FrontDesk:
         alias = self.aliases.find(name) if isinstance(name, str) else None
         if alias is None:
             return self._any_of(self._awake(self.base_of(name), name), name)
-        return self._through(alias, user or str(self.seeds.getrandbits(64)))
+        return self._through(alias, user or str(self.shared.seeds.getrandbits(64)))
 
     def _through(self, alias: Alias, user: str) -> LLM:
         via = choose(alias, user, self._serves, lambda model: bool(self.versions(self.base_of(model))))
@@ -170,7 +139,7 @@ class FrontDesk:
         if not found:
             missing = "; ".join(["no worker has registered a model", *self.refusals()])
             raise Unavailable(missing, code="no_workers")
-        return versions.chosen(found, self.seeds)
+        return versions.chosen(found, self.shared.seeds)
 
     def _awake(self, base: str | None, asked: Any, user: str = "") -> str | None:
         """The same model, unless it is asleep. Raises Asleep."""
@@ -201,7 +170,32 @@ class FrontDesk:
                 try:
                     await self.sleepers.until_awake(asleep.model, deadline, said)
                 finally:
-                    self.metrics.waited(asleep.model, now() - began)
+                    self.shared.metrics.waited(asleep.model, now() - began)
+
+    def served(self, llm: LLM, name: str | None, client: Caller = ANYONE) -> ServedModel:
+        """The model, by whichever of its names, or one of its adapters, or by the alias that has led to this LLM.
+
+        Args:
+            name: None only where there is one model.
+
+        Raises:
+            InvalidRequest: of several models none is named.
+            ModelNotFound: also where the client's key does not allow it.
+            Unavailable: nothing of the alias has workers.
+        """
+        self.check_said(name)
+        if name is None:
+            return llm.model
+        via = llm.via if llm.via and llm.via.alias == name else None
+        if via and not via.model and self.allows(client, name):
+            raise Unavailable(f"model {name!r} is an alias, and none of its models has workers", code="no_workers")
+        meant = via.model if via else name
+        if not self.allows(client, name) or self.base_of(meant) != llm.key.name:
+            raise self.unknown(name, client)
+        adapter = None if meant == llm.key.name else self.adapters.find(meant)
+        if adapter is not None and meant not in self.shared.settings.served_names:
+            return replace(llm.model.adapted(adapter), name=name, via=via)
+        return llm.model if name == llm.model.name and not via else replace(llm.model, name=name, via=via)
 
     def answers_elsewhere(self, via: Via | None) -> bool:
         """Another model of the alias has workers, and the one that was chosen has lost its own."""
@@ -212,11 +206,11 @@ class FrontDesk:
 
     def is_ready(self, name: str) -> bool:
         """A request for the model of this name would be served."""
-        return any(llm.readiness()[0]["ready"] for llm in self.versions(name))
+        return any(readiness.serves(llm) for llm in self.versions(name))
 
     def running_models(self) -> set[str]:
         """Names of the models that answer requests now."""
-        asked = (answer.request.model for answer in self.running)
+        asked = (answer.request.model for answer in self.shared.state.running)
         named = {model.via.model if model.via else model.name for model in asked}
         return {base for base in map(self.base_of, named) if base is not None}
 
@@ -230,7 +224,7 @@ class FrontDesk:
         names = self.names
         if name in names:
             return str(name)
-        if len(names) == 1 and name in self.settings.served_names:
+        if len(names) == 1 and name in self.shared.settings.served_names:
             return names[0]
         adapter = self.adapters.find(name) if isinstance(name, str) else None
         if adapter is None:
@@ -239,7 +233,7 @@ class FrontDesk:
 
     def models(self, client: Caller) -> list[Listed]:
         """Those that have workers and that the client may use, adapters and aliases included."""
-        others = self.settings.served_names if len(self.names) == 1 else ()
+        others = self.shared.settings.served_names if len(self.names) == 1 else ()
         names = dict.fromkeys((*self.names, *others, *self.adapters.names, *self.aliases.names))
         listed = (
             self._listed(name) for name in names if self.allows(client, name) and not self.sleepers.is_asleep(name)
@@ -267,8 +261,8 @@ class FrontDesk:
         llms = [llm for llm in behind if llm is not None]
         if not llms:
             return None
-        longest, ready = min(llm.max_model_len for llm in llms), any(llm.readiness()[0]["ready"] for llm in llms)
-        model = replace(llms[0].model, name=name) if alias else llms[0].served(name)
+        longest, ready = min(llm.max_model_len for llm in llms), any(readiness.serves(llm) for llm in llms)
+        model = replace(llms[0].model, name=name) if alias else self.served(llms[0], name)
         return Listed(model, llms[0], longest, ready, alias)
 
     def warnings(self) -> list[str]:
@@ -277,7 +271,7 @@ class FrontDesk:
 
     def allows(self, client: Caller, name: str) -> bool:
         """A key for the model is one for all of its names."""
-        is_other = name in self.settings.served_names
+        is_other = name in self.shared.settings.served_names
         return client.may_use(name) or (is_other and client.may_use(self.base_of(name) or name))
 
     def unknown(self, name: str, client: Caller = ANYONE) -> ModelNotFound:
@@ -295,7 +289,7 @@ class FrontDesk:
         if base is not None and base not in self.names:
             raise self.unknown(base)
         model = self.llm_of(None).key.name if base is None else base
-        taken = {*self.names, *self.settings.served_names, *self.aliases.names}
+        taken = {*self.names, *self.shared.settings.served_names, *self.aliases.names}
         workers = [connection for llm in self.versions(model) for connection in llm.pool.all_connected()]
         await self.adapters.load(name, path, model, taken, workers)
 
@@ -322,34 +316,6 @@ class FrontDesk:
         if name is None:
             raise InvalidRequest(f"{param} is required: one of {', '.join(self.names)}", param)
 
-    # --- what both doors share ---
-
-    def deadline(self, seconds: float | None, param: str | None = None) -> float:
-        """When a request ends that may take so long, or the default. On the event loop's clock.
-
-        Raises:
-            InvalidRequest: naming `param`.
-        """
-        if seconds is not None and not 0 < seconds <= MAX_TIMEOUT_S:
-            raise InvalidRequest(f"{param} must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds", param)
-        return asyncio.get_running_loop().time() + (self.settings.timeout_s if seconds is None else seconds)
-
-    def refuse(self, headers: Mapping[str, str], request_id: str, error: GatewayError, arrived: float) -> None:
-        """Count, trace and record a request that failed before anything was asked of the cluster.
-
-        Args:
-            headers: of HTTP, or gRPC metadata.
-            arrived: on the event loop's clock.
-        """
-        after_s = asyncio.get_running_loop().time() - arrived
-        self.metrics.request("none", error.status)
-        self.metrics.error(error)
-        if error.status == TOO_MANY:
-            names = self.names
-            self.metrics.refused(after_s, names[0] if len(names) == 1 else "")
-        tracing.refused(self.spans, headers, request_id, error, after_s)
-        record_refused(self.records, request_id, error, after_s)
-
     @property
     def connections(self) -> list[WorkerConnection]:
         """To the workers of all models."""
@@ -358,33 +324,3 @@ class FrontDesk:
     def refusals(self) -> list[str]:
         """Why workers that there are, or models, are not served."""
         return [*sorted(self.problems.values()), *([self.other_releases] if self.other_releases else [])]
-
-    def readiness(self) -> tuple[bool, dict[str, Any]]:
-        """Says if a request would be served now, and which workers there are."""
-        by_name: dict[str, Counter[str]] = {}
-        missing: list[str] = []
-        for key, llm in sorted(self.llms.items()):
-            counts, lacks = llm.readiness()
-            by_name.setdefault(key.name, Counter()).update(counts)
-            missing += lacks
-        for status in self.sleepers.statuses:
-            by_name.setdefault(status.name, Counter())
-        served = any(one["ready"] or self.sleepers.may_be_woken(name) for name, one in by_name.items())
-        ready = served and not (self.leaving or self.stopping)
-        refused = self.refusals()
-        if not ready:
-            missing = missing or ["; ".join(["decode: no worker with an open stream", *refused])]
-            missing = ["the gateway is stopping"] * (self.leaving or self.stopping) + missing
-        counted = "prefill_workers", "decode_workers", "linked_pairs", "sequences", "kv_tokens"
-        return ready, {
-            "ready": ready,
-            "missing": [] if ready else missing,
-            **{name: sum(one[name] for one in by_name.values()) for name in counted},
-            "refused_workers": refused,
-            "registry_reached": not self.view.stale,
-            "models": {
-                name: {"ready": bool(one["ready"]), **{what: one[what] for what in counted}}
-                | ({"state": sleeper.state} if (sleeper := self.sleepers.find(name)) else {})
-                for name, one in by_name.items()
-            },
-        }

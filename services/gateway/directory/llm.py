@@ -1,22 +1,18 @@
-"""One model behind both doors: what HTTP and gRPC share once it is known which one a request is for."""
+"""One model: what all APIs share once it is known which one a request is for."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from services.gateway.access import ANYONE, Access, Caller, check_tier
+from services.gateway.access import check_tier
 from services.gateway.admission import Admission
 from services.gateway.bodies import BodyReader, ChatPrompt, Incoming, Prompt, PromptBounds, Reduced, is_large
-from services.gateway.deadlines import Deadlines
 from services.gateway.errors import InvalidRequest, Unavailable
-from services.gateway.front import FrontDesk
 from services.gateway.generation import (
     Answer,
-    BackgroundTasks,
     Generation,
     Pipeline,
     Structure,
@@ -24,13 +20,12 @@ from services.gateway.generation import (
 )
 from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel, Via
-from services.gateway.settings import Disaggregation, GatewaySettings
+from services.gateway.shared import Shared
 from services.gateway.text import CheckedIds, TooManyTokens, UnreadText
 from services.gateway.untrusted import ChatTemplate
 from services.gateway.workers import WorkerPool
 from tandem.registry import LiveWorker, ModelKey, Role
 from tandem.sampling import SamplingParams
-from tandem.store import Store
 
 B = TypeVar("B")
 # Makes of a large body what is left of it, in a helper process.
@@ -45,33 +40,10 @@ class LLM:
     pipeline: Pipeline
     admission: Admission
     metrics: Metrics
-    front: FrontDesk
+    shared: Shared
+    note_use: Callable[[], None]
     via: Via | None = None  # of a request that named an alias, which has an LLM of its own
     _sizes: tuple[Sequence[LiveWorker] | None, int, int] = (None, 0, 0)
-
-    @property
-    def settings(self) -> GatewaySettings:
-        return self.front.settings
-
-    @property
-    def access(self) -> Access:
-        return self.front.access
-
-    @property
-    def deadlines(self) -> Deadlines:
-        return self.front.deadlines
-
-    @property
-    def new_id(self) -> Callable[[], str]:
-        return self.front.new_id
-
-    @property
-    def store(self) -> Store | None:
-        return self.front.store
-
-    @property
-    def detached(self) -> BackgroundTasks:
-        return self.front.detached
 
     @property
     def max_model_len(self) -> int:
@@ -86,7 +58,7 @@ class LLM:
     @property
     def _of_workers(self) -> tuple[Sequence[LiveWorker] | None, int, int]:
         """Counted once for each time that the view is read."""
-        workers = self.front.view.workers
+        workers = self.shared.view.workers
         if self._sizes[0] is not workers:
             infos = [worker.info for worker in self.pool.workers]
             pools = (info.num_blocks * info.block_size for info in infos if info.role is Role.DECODE)
@@ -102,24 +74,6 @@ class LLM:
         decodes = [worker for worker in self.pool.workers if worker.info.role is Role.DECODE]
         able = [worker.info for worker in decodes if not worker.load.draining and self.pool.has_met(worker.info)]
         return sum(info.max_num_seqs for info in able)
-
-    def served(self, name: str, client: Caller = ANYONE) -> ServedModel:
-        """The model, by whichever of its names, or one of its adapters, or by the alias that has led here.
-
-        Raises:
-            ModelNotFound: also where the client's key does not allow it.
-            Unavailable: nothing of the alias has workers.
-        """
-        via = self.via if self.via and self.via.alias == name else None
-        if via and not via.model and self.front.allows(client, name):
-            raise Unavailable(f"model {name!r} is an alias, and none of its models has workers", code="no_workers")
-        meant = via.model if via else name
-        if not self.front.allows(client, name) or self.front.base_of(meant) != self.key.name:
-            raise self.front.unknown(name, client)
-        adapter = None if meant == self.key.name else self.front.adapters.find(meant)
-        if adapter is not None and meant not in self.settings.served_names:
-            return replace(self.model.adapted(adapter), name=name, via=via)
-        return self.model if name == self.model.name and not via else replace(self.model, name=name, via=via)
 
     async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> CheckedIds:
         """
@@ -163,7 +117,7 @@ class LLM:
     @property
     def bounds(self) -> PromptBounds:
         longest, longest_token = self.max_model_len, self.model.tokenizer.longest_token
-        return PromptBounds(self.settings.max_choices, longest, longest * longest_token, self.vocab_size)
+        return PromptBounds(self.shared.settings.max_choices, longest, longest * longest_token, self.vocab_size)
 
     async def sampling(
         self, given: Mapping[str, Any], names: Mapping[str, str], structure: Structure | None, caller: str
@@ -174,7 +128,7 @@ class LLM:
             InvalidRequest | Unavailable
         """
         found = await read_sampling(given, self.model, self.vocab_size, names)
-        grammar = await self.front.grammars.grammar_for(structure, caller)
+        grammar = await self.shared.grammars.grammar_for(structure, caller)
         return replace(found, grammar=grammar) if grammar else found
 
     async def read(self, reader: BodyReader[B], data: bytes, owner: str) -> Incoming[B]:
@@ -201,7 +155,7 @@ class LLM:
         Raises:
             GatewayError
         """
-        return await self.front.bodies.read(reduce, data, self.bounds, self.model.chat_template, caller=owner)
+        return await self.shared.bodies.read(reduce, data, self.bounds, self.model.chat_template, caller=owner)
 
     def prompts_in(self, body: Incoming[Any]) -> Sequence[Prompt]:
         """
@@ -235,14 +189,14 @@ class LLM:
             InvalidRequest: a prompt is empty, too long or not in the vocabulary.
             Unavailable: the gateway is stopping.
         """
-        front = self.front
-        if front.stopping:
+        shared, state = self.shared, self.shared.state
+        if state.stopping:
             raise Unavailable("the gateway is stopping", code="stopping")
-        front.accepted += 1
-        front.sleepers.note_use(self.key.name)
+        state.accepted += 1
+        self.note_use()
         self.metrics.of_fingerprint(self.key.fingerprint).inc()
         if via := request.model.via:
-            front.metrics.alias(via.alias, via.model, "fallback" if via.lacking else "weight")
+            shared.metrics.alias(via.alias, via.model, "fallback" if via.lacking else "weight")
         bounds = self.bounds
         for prompt in request.prompts:
             bounds.check_length(prompt, request.given.get("max_tokens"), param)
@@ -251,32 +205,9 @@ class LLM:
                 bounds.check_ids(prompt, param)
         seed = request.given.get("seed")
         return Answer(
-            request, self.pipeline, front.allowances, front.running,
-            max_model_len=bounds.tokens, seed=front.seeds.getrandbits(63) if seed is None else seed,
+            request, self.pipeline, shared.allowances, state.running,
+            max_model_len=bounds.tokens, seed=shared.seeds.getrandbits(63) if seed is None else seed,
         )  # fmt: skip
-
-    def readiness(self) -> tuple[Counter[str], list[str]]:
-        """Count the workers there are, and say what a request lacks to be served now."""
-        workers = [worker for worker in self.pool.workers if not worker.load.draining]
-        prefills = [w for w in workers if w.info.role is Role.PREFILL and self.pool.connected(w.info)]
-        decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
-        connected = [worker.info for worker in decodes if self.pool.connected(worker.info)]
-        pairs = sum(
-            info.incarnation in prefill.load.linked and info.layout_hash == prefill.info.layout_hash
-            for prefill in prefills
-            for info in connected
-        )
-        missing = []
-        if not connected:
-            missing.append("decode: no worker with an open stream")
-        if not pairs and self.settings.disaggregation is Disaggregation.REQUIRE:
-            missing.append("prefill: no worker with a proven link to a connected decode worker")
-        counts = {
-            "ready": not missing, "prefill_workers": len(prefills), "decode_workers": len(decodes),
-            "linked_pairs": pairs, "sequences": sum(worker.info.max_num_seqs for worker in decodes),
-            "kv_tokens": sum(worker.info.num_blocks * worker.info.block_size for worker in decodes),
-        }  # fmt: skip
-        return Counter(counts), missing
 
 
 @contextmanager

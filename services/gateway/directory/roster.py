@@ -16,9 +16,9 @@ from math import inf
 
 import structlog
 
+from services.gateway.directory.directory import ModelDirectory
+from services.gateway.directory.llm import LLM
 from services.gateway.errors import Unavailable
-from services.gateway.front import FrontDesk
-from services.gateway.llm import LLM
 from services.gateway.model import ServedModel
 from tandem.checkpoints import is_fingerprint
 from tandem.garbage import give_back
@@ -48,7 +48,7 @@ class _Serving:
 class Roster:
     """Run `run` as a task: it follows the view. `close` ends what is served."""
 
-    front: FrontDesk
+    directory: ModelDirectory
     read: ReadModel
     make: Callable[[ModelKey, ServedModel], LLM]
     tasks_of: Callable[[LLM], Sequence[Awaitable[None]]]
@@ -62,7 +62,7 @@ class Roster:
         while True:
             await self.follow()
             await self._look_for_others()
-            await self.front.view.wait_changed(FOLLOW_S)
+            await self.directory.shared.view.wait_changed(FOLLOW_S)
 
     async def follow(self) -> None:
         """Raises what a task of a model has died of."""
@@ -106,8 +106,8 @@ class Roster:
 
     def _registered(self) -> dict[ModelKey, list[str]]:
         """Models of the workers that there are, and where those are reached."""
-        only, found, problems = self.front.settings.models, dict[ModelKey, list[str]](), dict[str, str]()
-        for worker in self.front.view.workers:
+        only, found, problems = self.directory.shared.settings.models, dict[ModelKey, list[str]](), dict[str, str]()
+        for worker in self.directory.shared.view.workers:
             info = worker.info
             if only and info.model not in only:
                 continue
@@ -115,43 +115,43 @@ class Roster:
                 found.setdefault(info.key, []).append(info.grpc_address)
             else:
                 problems[info.worker_id] = _nothing_to_read(worker)
-        others = {name: why for name, why in self.front.problems.items() if name in {key.text for key in found}}
-        self.front.problems = problems | others
+        others = {name: why for name, why in self.directory.problems.items() if name in {key.text for key in found}}
+        self.directory.problems = problems | others
         return found
 
     async def _look_for_others(self) -> None:
         """Note who is here of other releases, where there are no workers of this one."""
         now = asyncio.get_running_loop().time()
-        if self.front.view.workers:
-            self.front.other_releases = ""
+        if self.directory.shared.view.workers:
+            self.directory.other_releases = ""
         elif now > self._looked_at + OTHERS_S:
             self._looked_at = now
             with suppress(RegistryUnavailable):
-                others = await self.front.view.registry.releases.others()
-                self.front.other_releases = "; ".join(map(str, others))
+                others = await self.directory.shared.view.registry.releases.others()
+                self.directory.other_releases = "; ".join(map(str, others))
 
     async def _load(self, key: ModelKey, addresses: Sequence[str]) -> None:
         try:
             model = await self.read(key, addresses)
         except Exception as error:  # whatever is wrong with one model's files, others are served
             why = f"model {key.name}: {_described(error)}"
-            if self.front.problems.get(key.text) != why:
+            if self.directory.problems.get(key.text) != why:
                 log.error("model not served", model=key.name, fingerprint=key.fingerprint, reason=why)
-            self.front.problems[key.text] = why
+            self.directory.problems[key.text] = why
             passing = isinstance(error, Unavailable | OSError | MemoryError)
             self._refused[key] = asyncio.get_running_loop().time() + RETRY_S if passing else inf
             return
-        self.front.problems.pop(key.text, None)
+        self.directory.problems.pop(key.text, None)
         llm = self.make(key, model)
         tasks = [asyncio.ensure_future(work) for work in self.tasks_of(llm)]
         self._lives[key] = _Serving(llm, tasks, asyncio.get_running_loop().time())
         llm.metrics.begin(llm.admission, llm.pool)
-        self.front.llms[key] = llm
+        self.directory.llms[key] = llm
         log.info("model served", model=key.name, fingerprint=key.fingerprint)
 
     async def _drop(self, key: ModelKey) -> None:
         life = self._lives.pop(key)
-        self.front.llms.pop(key, None)
+        self.directory.llms.pop(key, None)
         life.llm.metrics.end(life.llm.admission, life.llm.pool)
         for task in life.tasks:
             task.cancel()
