@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.gateway import GatewaySettings
-from services.gateway.http import HttpServer
+from services.gateway.door import HttpServer
 from tandem import rpc
 from tandem.api_keys import check_exposed
 from tandem.cluster import Cluster

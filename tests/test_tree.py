@@ -203,7 +203,7 @@ def test_stubs_are_generated_from_the_protos(tmp_path: Path) -> None:
 
 # Time, chance, threads and sockets: a simulation replaces what these do, so they are used in these places only.
 SHELLS = (
-    "services/gateway/http/arrivals.py", "services/gateway/http/connections.py", "services/gateway/http/server.py",
+    "services/gateway/door/arrivals.py", "services/gateway/door/connections.py", "services/gateway/door/server.py",
     "tandem/checkpoints/hub.py", "tandem/cluster.py", "tandem/commands/", "tandem/containment/deep_stack.py",
     "tandem/containment/sandbox.py", "tandem/containment/sandboxed.py", "tandem/engine/cores.py",
     "tandem/engine/kernels/", "tandem/engine/weights/revision.py", "tandem/hosts.py", "tandem/ids.py", "tandem/local/",

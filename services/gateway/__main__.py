@@ -23,8 +23,8 @@ import uvloop
 
 from services.gateway import bodies
 from services.gateway.access import Access
+from services.gateway.door import HttpServer, Room, raise_limit
 from services.gateway.generation import RequestRecords
-from services.gateway.http import HttpServer, Room, raise_limit
 from services.gateway.model import HELPER_MODULES, ModelFolders, ModelReader
 from services.gateway.ports import GatewayPorts, Tune, no_tuning
 from services.gateway.routing import Router

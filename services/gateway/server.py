@@ -30,6 +30,7 @@ from services.gateway.admission import (
     Weights,
     capacity_of,
 )
+from services.gateway.apis import build_app
 from services.gateway.bodies import LargeBodies
 from services.gateway.console import Console
 from services.gateway.deadlines import Deadlines
@@ -45,7 +46,6 @@ from services.gateway.generation import (
     tracing,
 )
 from services.gateway.grpc import LLMService
-from services.gateway.http import build_app
 from services.gateway.integrity import check_gateway
 from services.gateway.metrics import FrontMetrics
 from services.gateway.model import ServedAdapters, ServedAliases, ServedModel

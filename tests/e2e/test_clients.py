@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 
-from services.gateway.http.pings import HEAD_S
+from services.gateway.door.pings import HEAD_S
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import BOUND_S, RunningCluster
 from tests.marks import long_but

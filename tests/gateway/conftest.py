@@ -72,7 +72,7 @@ def registry_wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 @pytest.fixture(autouse=True)
 def heads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream's head waits for its first token, slow as it may be, unless a test says otherwise."""
-    monkeypatch.setattr("services.gateway.http.pings.HEAD_S", 60.0)
+    monkeypatch.setattr("services.gateway.door.pings.HEAD_S", 60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from services.gateway.apis.app import GENERATING, OF_TEXT
+from services.gateway.apis.messages import COUNTED, MESSAGES
 from services.gateway.bodies import BodyReader, ChatPrompt, Incoming, PromptBounds, rendered
 from services.gateway.errors import InvalidRequest
 from services.gateway.grpc.reader import STREAMED, UNARY
-from services.gateway.http.app import GENERATING, OF_TEXT
-from services.gateway.http.messages import COUNTED, MESSAGES
 from services.gateway.untrusted import ChatTemplate
 from tandem.v1 import llm_pb2
 

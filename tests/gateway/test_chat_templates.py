@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.http.chat import read_messages
-from services.gateway.http.schema import ChatMessage
+from services.gateway.apis.chat import read_messages
+from services.gateway.apis.openai.schema import ChatMessage
 from services.gateway.untrusted import ChatTemplate, TemplateOptions, TemplateRefused
 from tests.gateway.chat_templates import SHAPES
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from services.gateway import Gateway
-from services.gateway.http import long_lists, schema
+from services.gateway.apis.openai import long_lists, schema
 from services.gateway.text import Tokenizer
 from tandem import rpc
 from tandem.v1 import llm_pb2, llm_pb2_grpc

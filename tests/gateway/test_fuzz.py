@@ -13,8 +13,8 @@ from grpc import aio
 from hypothesis import strategies as st
 
 from services.gateway import Gateway
+from services.gateway.apis.messages import COUNTED
 from services.gateway.errors import InvalidRequest
-from services.gateway.http.messages import COUNTED
 from tandem.v1 import llm_pb2
 from tests.fuzzing import collected
 from tests.gateway.conftest import eventually, with_settings

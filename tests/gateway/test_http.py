@@ -15,9 +15,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from services.gateway import Gateway
+from services.gateway.apis.completions import COMPLETION, read_completion
+from services.gateway.door.endpoint import GenerateEndpoint
 from services.gateway.generation import Answer, read_sampling
-from services.gateway.http.completions import COMPLETION, read_completion
-from services.gateway.http.endpoint import GenerateEndpoint
 from services.gateway.model import ServedModel
 from services.gateway.text import Tokenizer
 from services.gateway.tools import FORMATS

@@ -11,11 +11,11 @@ import pytest
 from starlette.types import Message, Scope
 
 from services.gateway.deadlines import Deadlines
+from services.gateway.door import HttpServer
+from services.gateway.door.connections import SINCE_S
+from services.gateway.door.exchange import WATCH_S, Exchange
+from services.gateway.door.slow_heads import SlowHeads
 from services.gateway.errors import TimedOut
-from services.gateway.http import HttpServer
-from services.gateway.http.connections import SINCE_S
-from services.gateway.http.exchange import WATCH_S, Exchange
-from services.gateway.http.slow_heads import SlowHeads
 
 pytestmark = pytest.mark.fast
 

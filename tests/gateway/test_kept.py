@@ -18,11 +18,11 @@ from openai import AsyncOpenAI
 from services.gateway import Gateway, GatewaySettings
 from services.gateway.__main__ import make_gateway
 from services.gateway.admission import FAIRNESS_ID
+from services.gateway.apis.responses.kept import background
+from services.gateway.apis.responses.kept.kept import Kept
+from services.gateway.apis.responses.kept.recalling import MOST_REFERENCES, kept_of
+from services.gateway.apis.responses.schema import MOST_OF_TURN
 from services.gateway.bodies import LARGE
-from services.gateway.http.responses import background
-from services.gateway.http.responses.kept import Kept
-from services.gateway.http.responses.recalling import MOST_REFERENCES, kept_of
-from services.gateway.http.responses.schema import MOST_OF_TURN
 from services.gateway.text import Tokenizer
 from tandem.local import RedisServer, free_ports
 from tests.fuzzing import collected
@@ -417,8 +417,8 @@ async def test_a_background_response_of_a_worker_or_gateway_that_is_gone_has_fai
     slow: Any = (await peers.add_decode("d2")).servicer
     slow.step_s = 0.02
     await eventually(lambda: gateway.readiness()[0])
-    monkeypatch.setattr("services.gateway.http.responses.background.ALIVE_S", 1)
-    monkeypatch.setattr("services.gateway.http.responses.background.BEAT_S", 60.0)  # as if it were gone
+    monkeypatch.setattr("services.gateway.apis.responses.kept.background.ALIVE_S", 1)
+    monkeypatch.setattr("services.gateway.apis.responses.kept.background.BEAT_S", 60.0)  # as if it were gone
     queued = await client.responses.create(**LONG)
     found = await ended(client, queued.id)
     assert (found.status, found.error.message) == ("failed", "the gateway that made this response is gone")

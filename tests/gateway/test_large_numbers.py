@@ -10,9 +10,10 @@ import httpx
 import pytest
 
 from services.gateway import Gateway
-from services.gateway.http import responses, schema
-from services.gateway.http.messages import schema as messages_schema
-from services.gateway.http.schema import Body, GenerationBody, with_sampling
+from services.gateway.apis import responses
+from services.gateway.apis.messages import schema as messages_schema
+from services.gateway.apis.openai import schema
+from services.gateway.apis.openai.schema import Body, GenerationBody, with_sampling
 from tests.gateway.conftest import with_settings
 from tests.gateway.full_queue import SMALL, full
 from tests.gateway.peers import MODEL

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from grpc import StatusCode
 
-from services.gateway.http import pings
+from services.gateway.door import pings
 from tests.gateway.conftest import TEXT, with_settings
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_http import CHAT

@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from services.gateway import Gateway
+from services.gateway.apis.messages import MESSAGES, MessagesBody
+from services.gateway.apis.messages.schema import asks_to_cache
+from services.gateway.apis.openai.schema import validated
 from services.gateway.bodies import PromptBounds
-from services.gateway.http.messages import MESSAGES, MessagesBody
-from services.gateway.http.messages.schema import asks_to_cache
-from services.gateway.http.schema import validated
 from services.gateway.text import Tokenizer
 from services.gateway.untrusted import ChatTemplate
 from tests.gateway.peers import MODEL

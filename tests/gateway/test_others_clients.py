@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from services.gateway import Gateway
+from services.gateway.door.encodings import decompressed
 from services.gateway.errors import BodyTooLarge, InvalidRequest
-from services.gateway.http.encodings import decompressed
 from services.gateway.text import Tokenizer
 from tests.gateway.conftest import TEXT, with_settings
 from tests.gateway.peers import MODEL, Peers

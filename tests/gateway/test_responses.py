@@ -12,8 +12,8 @@ from grpc import StatusCode
 from openai import AsyncOpenAI, BadRequestError
 
 from services.gateway import Gateway
+from services.gateway.apis.responses.fitting import newest
 from services.gateway.bodies import LARGE
-from services.gateway.http.responses.fitting import newest
 from services.gateway.text import Tokenizer
 from services.gateway.tools import TAGS
 from tests.gateway.conftest import TEXT
@@ -72,7 +72,7 @@ async def test_a_stream_begins_before_its_prompt_is_computed(client: AsyncOpenAI
 async def test_a_refusal_has_a_status_though_a_stream_was_asked_for(
     http: httpx.AsyncClient, peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.gateway.http.pings.BEGIN_S", 60.0)  # the refusal is first, slow as it may be
+    monkeypatch.setattr("services.gateway.door.pings.BEGIN_S", 60.0)  # the refusal is first, slow as it may be
     peers.prefill.refuse = peers.decode.refuse = StatusCode.INVALID_ARGUMENT
     answer = await http.post("/v1/responses", json={"model": MODEL, "input": "x", "stream": True})
     assert (answer.status_code, answer.headers["content-type"]) == (400, "application/json")

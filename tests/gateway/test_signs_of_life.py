@@ -13,7 +13,7 @@ from grpc import StatusCode, aio
 from openai import APIError, AsyncOpenAI
 
 from services.gateway import Gateway
-from services.gateway.http import pings
+from services.gateway.door import pings
 from tandem import rpc
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.conftest import OTHER, TEXT, eventually, joined, leave, with_settings

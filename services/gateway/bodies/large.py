@@ -15,8 +15,8 @@ from tandem.containment import Bounds, CallFailed, Sandbox, SandboxBusy
 
 # What a helper imports before its first body.
 MODULES = (
-    *(f"services.gateway.http.{api}" for api in ("chat", "completions", "embeddings", "scores", "tokenize")),
-    "services.gateway.http.messages", "services.gateway.http.responses", "services.gateway.grpc.reader",
+    *(f"services.gateway.apis.{api}" for api in ("chat", "completions", "embeddings", "tokenize")),
+    "services.gateway.apis.messages", "services.gateway.apis.responses", "services.gateway.grpc.reader",
 )  # fmt: skip
 LIMITS = Bounds(cpu_s=6.0, wall_s=20.0, memory_bytes=2**30)
 # Of bodies that are in the helper or wait for it.

@@ -42,6 +42,13 @@ class Reduced:
     prompts: Sequence[str | bytes]
     items: bytes | None = None
 
+    @property
+    def text(self) -> str:
+        """The chat as a helper process has rendered it."""
+        (text,) = self.prompts
+        assert isinstance(text, str)
+        return text
+
 
 class BodyReader(ABC, Generic[B]):
     """Reads the bodies of one API. It has no state: helper processes get it pickled."""
@@ -115,11 +122,7 @@ class Incoming(Generic[B]):
     @property
     def text(self) -> str | None:
         """The chat that a helper process has rendered; None where it is still to be rendered."""
-        if self.reduced is None:
-            return None
-        (text,) = self.reduced.prompts
-        assert isinstance(text, str)
-        return text
+        return self.reduced.text if self.reduced else None
 
 
 def _bounded(prompt: Prompt, bounds: PromptBounds, param: str) -> str | bytes:

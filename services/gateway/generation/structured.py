@@ -88,25 +88,29 @@ def read_structure(said: Mapping[str, Any], param: str) -> Structure:
     return Structure(kinds[0], said[kinds[0]], f"{param}.{kinds[0]}")
 
 
-def read_response_format(said: Mapping[str, Any]) -> Structure | None:
-    """
+def read_response_format(
+    said: Mapping[str, Any] | None, param: str = "response_format", inner: str = ".json_schema"
+) -> Structure | None:
+    """Returns the form that OpenAI's field of this name asks for; None where any text will do.
+
+    Args:
+        inner: the place of a schema within the field: in an object of its own, or "" beside `type`.
+
     Raises:
         InvalidRequest
     """
-    param = "response_format"
-    match said.get("type"):
+    match said.get("type") if said is not None else "text":
         case "text":
             return None
         case "json_object":
             return Structure("json_object", True, param)
-        case "json_schema":
-            inner = said.get("json_schema")
-            if not isinstance(inner, dict) or "schema" not in inner:
-                raise InvalidRequest(f"{param}.json_schema.schema is required", f"{param}.json_schema.schema")
-            return Structure("json", inner["schema"], f"{param}.json_schema.schema")
         case "structural_tag":
             return Structure("structural_tag", said, param)
-    raise InvalidRequest(
-        f"{param}.type must be text, json_object, json_schema or structural_tag, got {said.get('type')!r}",
-        f"{param}.type",
-    )
+        case "json_schema":
+            found, where = said and (said.get(inner[1:]) if inner else said), f"{param}{inner}.schema"
+            if not isinstance(found, Mapping) or "schema" not in found:
+                raise InvalidRequest(f"{where} is required", where)
+            return Structure("json", found["schema"], where)
+        case kind:
+            allowed = "text, json_object, json_schema or structural_tag"
+            raise InvalidRequest(f"{param}.type must be {allowed}, got {kind!r}", f"{param}.type")

@@ -6,7 +6,7 @@ Trailers say which path the request took, as the headers of HTTP do; so does the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from math import inf
 from typing import Any
@@ -18,15 +18,16 @@ from opentelemetry import context as otel_context
 
 from services.gateway.admission import PriorityClass, targets_of
 from services.gateway.bodies import Incoming, truncated
+from services.gateway.chat import ChatRequest, PreparedChat, prepare
 from services.gateway.deadlines import STALLED_S
 from services.gateway.directory import LLM, ModelDirectory
+from services.gateway.door import pings
 from services.gateway.errors import GatewayError, InvalidRequest, TimedOut
-from services.gateway.generation import Answer, Generation, check_salt, held_to
+from services.gateway.generation import Answer, Generation, check_salt
 from services.gateway.grpc.messages import choice_of, response_of, speculative_of, structure_of, tools_of
 from services.gateway.grpc.reader import STREAMED, UNARY, chat_in, has_many_parts, unless_large
-from services.gateway.http import pings
-from services.gateway.model import SESSION, budget_of
-from services.gateway.tools import ReadingPlan, ToolUse, plan_reading
+from services.gateway.model import SESSION
+from services.gateway.tools import ToolUse
 from tandem import rpc
 from tandem.registry import ModelStatus
 from tandem.sampling import given_in
@@ -203,49 +204,51 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         use, priority = tools_of(request), _priority_of(request)
         deadline = self._shared.deadline(left := _left(context), "grpc-timeout")
         tenant = self._shared.access.tenant(client, metadata, request.tenant, "tenant")
-        given = budget_of(request.messages.reasoning_effort, model) | given_in(request.sampling)
+        given = given_in(request.sampling)
         targets = targets_of(metadata, priority, self._shared.settings, inf if left is None else deadline)
         llm.pipeline.check_turn(priority, tenant, deadline, given.get("max_tokens"), targets)
-        salt = self._shared.access.cache_salt(tenant, check_salt(request.cache_salt))
-        prompt, reading = await _prompt(llm, incoming, use, salt)
-        structure = held_to(use, structure_of(request.structured_outputs), reading, model.tokenizer)
+        chat = await _prepared(llm, incoming, use, given, tenant)
         return Generation(
             operation="chat" if incoming.reader.param(request) == "messages" else "text_completion",
             request_id=request.request_id[:128] or self._shared.new_id(),
             model=model,
-            prompts=[truncated(prompt, request.truncate_prompt_tokens or None)],
+            prompts=[chat.ids],
             n=request.n or 1,
-            given=given,
-            sampling=await llm.sampling(given, {}, structure, tenant),
+            given=chat.given,
+            sampling=chat.sampling,
             deadline=deadline,
             arrived=arrived,
             priority=priority,
             targets=targets,
             tenant=tenant,
             client=client,
-            cache_salt=salt,
+            cache_salt=self._shared.access.cache_salt(tenant, check_salt(request.cache_salt)),
             speculative=speculative_of(request.speculative) if request.HasField("speculative") else None,
-            reading=reading,
+            reading=chat.reading,
             parent=otel_context.get_current(),
         )
 
 
-async def _prompt(
-    llm: LLM, incoming: Incoming[llm_pb2.GenerateRequest], use: ToolUse | None, salt: str
-) -> tuple[Sequence[int], ReadingPlan | None]:
-    """
-    Raises:
-        GatewayError
-    """
-    request = incoming.body
+async def _prepared(
+    llm: LLM, incoming: Incoming[llm_pb2.GenerateRequest], use: ToolUse | None, given: dict[str, Any], tenant: str
+) -> PreparedChat:
+    """Prepare the chat of a request, or its prompt. Raises GatewayError."""
+    request, structure = incoming.body, structure_of(incoming.body.structured_outputs)
+    keep_last = request.truncate_prompt_tokens or None
     if request.WhichOneof("input") != "messages":
         (said,) = llm.prompts_in(incoming)
-        return await llm.encode(said, "prompt") if isinstance(said, str) else said, None
-    text = incoming.text
-    if text is None:
-        text = await llm.render_chat(chat_in(request, use))
-    reading = plan_reading(llm.model.thoughts, llm.model.calls, use, text)
-    return await llm.encode_chat(text, salt), reading
+        ids = await llm.encode(said, "prompt") if isinstance(said, str) else said
+        return PreparedChat(truncated(ids, keep_last), given, await llm.sampling(given, {}, structure, tenant), None)
+    chat = ChatRequest(
+        prompt=chat_in(request, use) if incoming.text is None else incoming.text,
+        use=use,
+        structure=structure,
+        effort=request.messages.reasoning_effort,
+        given=given,
+        salt=request.cache_salt,
+        keep_last=keep_last,
+    )
+    return await prepare(llm, chat, tenant)
 
 
 def _priority_of(request: llm_pb2.GenerateRequest) -> int:
