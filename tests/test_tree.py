@@ -45,6 +45,18 @@ FLOORS = (
     ("tandem.local", "tandem.cluster"),
     ("tandem.worker",),
     ("tandem.local.ray", "services"),
+    ("services.gateway.errors", "services.gateway.returns", "services.gateway.settings", "services.gateway.untrusted"),
+    ("services.gateway.deadlines",),
+    ("services.gateway.admission", "services.gateway.routing", "services.gateway.text", "services.gateway.tools"),
+    ("services.gateway.workers",),
+    ("services.gateway.access", "services.gateway.bodies"),
+    ("services.gateway.model", "services.gateway.telemetry"),
+    ("services.gateway.generation",),
+    ("services.gateway.shared",),
+    ("services.gateway.directory",),
+    ("services.gateway.chat", "services.gateway.door", "services.gateway.console"),
+    ("services.gateway.apis", "services.gateway.grpc"),
+    ("services.gateway",),
     ("tandem.commands",),
 )
 # What is made for others than the rooms, such as the program that compiles C into images.

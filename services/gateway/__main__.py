@@ -24,12 +24,12 @@ import uvloop
 from services.gateway import bodies
 from services.gateway.access import Access
 from services.gateway.door import HttpServer, Room, raise_limit
-from services.gateway.generation import RequestRecords
 from services.gateway.model import HELPER_MODULES, ModelFolders, ModelReader
 from services.gateway.ports import GatewayPorts, Tune, no_tuning
 from services.gateway.routing import Router
 from services.gateway.server import Gateway
 from services.gateway.settings import GatewaySettings
+from services.gateway.telemetry import RequestRecords
 from tandem import rpc
 from tandem.checkpoints import TextFiles
 from tandem.containment import Sandbox

@@ -11,7 +11,7 @@ from grpc import aio
 
 from services.gateway.access import Access
 from services.gateway.directory import ReadModel
-from services.gateway.generation import RequestRecords
+from services.gateway.telemetry import RequestRecords
 from tandem import rpc
 from tandem.containment import Sandbox
 from tandem.liveness import no_pressure

@@ -47,13 +47,12 @@ from services.gateway.generation import (
 )
 from services.gateway.grpc import LLMService
 from services.gateway.integrity import check_gateway
-from services.gateway.metrics import FrontMetrics
 from services.gateway.model import ServedAdapters, ServedAliases, ServedModel
 from services.gateway.ports import Door, GatewayPorts
 from services.gateway.routing import Router
 from services.gateway.settings import FOLLOWED, Disaggregation, GatewaySettings
 from services.gateway.shared import Shared, State
-from services.gateway.traces import RecentRequests
+from services.gateway.telemetry import FrontMetrics, RecentRequests
 from services.gateway.workers import Judging, WorkerPool
 from tandem import rpc
 from tandem.liveness import Starvation

@@ -19,12 +19,10 @@ from services.gateway.generation import (
     Answer,
     BackgroundTasks,
     CheckedGrammars,
-    RequestRecords,
-    record_refused,
     tracing,
 )
-from services.gateway.metrics import FrontMetrics
 from services.gateway.settings import MAX_TIMEOUT_S, GatewaySettings
+from services.gateway.telemetry import FrontMetrics, RequestRecords, record_refused
 from tandem.registry import ClusterView
 from tandem.store import Store
 

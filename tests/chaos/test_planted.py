@@ -24,9 +24,9 @@ from services.gateway.errors import WorkerLost
 from services.gateway.generation import pipeline
 from services.gateway.generation.attempt import Attempt
 from services.gateway.generation.choice import Choice
-from services.gateway.generation.migration import Migration
 from services.gateway.generation.pipeline import Pipeline
-from services.gateway.generation.suspicion import Suspicion
+from services.gateway.generation.recovery.migration import Migration
+from services.gateway.generation.recovery.suspicion import Suspicion
 from services.gateway.routing import Router
 from services.gateway.workers import Mailbox, WorkerPool
 from tandem.engine.null_runner import NullRunner

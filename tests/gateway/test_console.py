@@ -22,7 +22,7 @@ from services.gateway.console import history, links
 from services.gateway.console.history import quantile
 from services.gateway.console.routes import FOLDER
 from services.gateway.directory import readiness
-from services.gateway.generation.record import RequestRecords
+from services.gateway.telemetry import RequestRecords
 from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_recent_traces import key_ring

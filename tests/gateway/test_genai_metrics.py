@@ -6,7 +6,7 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from services.gateway.genai_metrics import GenAIMetrics
+from services.gateway.telemetry.genai import GenAIMetrics
 
 pytestmark = pytest.mark.fast
 

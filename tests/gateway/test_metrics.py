@@ -15,9 +15,9 @@ import pytest
 from services.gateway.__main__ import make_gateway
 from services.gateway.admission import PriorityClass
 from services.gateway.generation import WORKER_LOST
-from services.gateway.metrics import FrontMetrics, Metrics
 from services.gateway.settings import CLASSES, ClassSettings, Disaggregation
-from services.gateway.tenant_metrics import RequestEnd
+from services.gateway.telemetry.metrics import FrontMetrics, Metrics
+from services.gateway.telemetry.tenants import RequestEnd
 from tandem.local import RedisServer
 from tandem.metrics import GATEWAY
 from tandem.registry import Fallback

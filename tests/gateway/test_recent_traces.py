@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from services.gateway import GatewaySettings
 from services.gateway.__main__ import make_gateway
-from services.gateway.traces.perfetto import chrome_trace
-from services.gateway.traces.recent import _spans_of
+from services.gateway.telemetry.perfetto import chrome_trace
+from services.gateway.telemetry.recent import _spans_of
 from tandem.api_keys import ApiKey, Keys, write_keys
 from tandem.process import telemetry
 from tests.gateway.conftest import eventually

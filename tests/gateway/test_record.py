@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from services.gateway import Gateway
 from services.gateway.__main__ import _dumps
-from services.gateway.generation.record import AT_ONCE, RequestRecords
+from services.gateway.telemetry.records import AT_ONCE, RequestRecords
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from services.gateway.errors import Poison
-from services.gateway.generation.suspicion import TOLD_S, UNHEARD_TOKENS, Deaths, Suspicion
+from services.gateway.generation.recovery.suspicion import TOLD_S, UNHEARD_TOKENS, Deaths, Suspicion
 from tandem.containment.crash_page import Death
 from tandem.registry import RegistryUnavailable
 from tests.virtual_time import in_virtual_time

@@ -42,7 +42,7 @@ from services.gateway.door import (
 from services.gateway.errors import GatewayError, Internal, InvalidRequest, NotUpgraded, unexpected
 from services.gateway.settings import GatewaySettings
 from services.gateway.shared import Shared
-from services.gateway.traces import RecentRequests
+from services.gateway.telemetry import RecentRequests
 from tandem import __version__
 from tandem.process import Look, RunningSettings, lasting
 

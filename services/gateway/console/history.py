@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from services.gateway.metrics import FrontMetrics, Totals
+from services.gateway.telemetry import FrontMetrics, Totals
 from tandem.metrics import GATEWAY
 
 EVERY_S = 2.0

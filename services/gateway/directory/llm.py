@@ -18,9 +18,9 @@ from services.gateway.generation import (
     Structure,
     read_sampling,
 )
-from services.gateway.metrics import Metrics
 from services.gateway.model import ServedModel, Via
 from services.gateway.shared import Shared
+from services.gateway.telemetry import Metrics
 from services.gateway.text import CheckedIds, TooManyTokens, UnreadText
 from services.gateway.untrusted import ChatTemplate
 from services.gateway.workers import WorkerPool

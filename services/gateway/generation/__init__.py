@@ -14,9 +14,9 @@ from services.gateway.generation.background import BackgroundTasks
 from services.gateway.generation.choice import REASONS, Choice
 from services.gateway.generation.choice_text import Delta
 from services.gateway.generation.grammars import CheckedGrammars
-from services.gateway.generation.migration import MigrationLimits
 from services.gateway.generation.pipeline import Pipeline
-from services.gateway.generation.record import RequestRecords, record_refused
+from services.gateway.generation.recovery.migration import MigrationLimits
+from services.gateway.generation.recovery.suspicion import Deaths
 from services.gateway.generation.request import (
     Generation,
     check_salt,
@@ -24,7 +24,6 @@ from services.gateway.generation.request import (
     read_speculative,
 )
 from services.gateway.generation.structured import Structure, held_to, read_response_format, read_structure
-from services.gateway.generation.suspicion import Deaths
 
 __all__ = [
     "CLIENT_LEFT",
@@ -41,7 +40,6 @@ __all__ = [
     "Generation",
     "MigrationLimits",
     "Pipeline",
-    "RequestRecords",
     "Structure",
     "check_salt",
     "held_to",
@@ -49,6 +47,5 @@ __all__ = [
     "read_sampling",
     "read_speculative",
     "read_structure",
-    "record_refused",
     "tracing",
 ]

@@ -26,11 +26,10 @@ from services.gateway.generation import tracing
 from services.gateway.generation.choice import REASONS, Choice
 from services.gateway.generation.choice_text import ChoiceText, Delta
 from services.gateway.generation.pipeline import Pipeline
-from services.gateway.generation.record import Ending, Fields, fields_of, is_slow
+from services.gateway.generation.record import fields_of, is_slow
 from services.gateway.generation.request import Generation
 from services.gateway.generation.shared_prompt import MIN_SHARED_TOKENS, SharedPrompt
-from services.gateway.metrics import PATHS
-from services.gateway.tenant_metrics import RequestEnd
+from services.gateway.telemetry import PATHS, Ending, Fields, RequestEnd
 from services.gateway.workers import Tokens
 from tandem.registry import Taken
 from tandem.v1 import llm_pb2

@@ -26,8 +26,8 @@ from services.gateway.deadlines import Deadlines, Entry
 from services.gateway.errors import TimedOut, Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.generation.choice import Choice
-from services.gateway.generation.convictions import Convictions
-from services.gateway.generation.suspicion import Deaths
+from services.gateway.generation.recovery.convictions import Convictions
+from services.gateway.generation.recovery.suspicion import Deaths
 from services.gateway.routing import Router, RouteRequest
 from services.gateway.workers import Mailbox, Tokens, WorkerConnection, WorkerPool
 from tandem.registry import Route, WorkerInfo

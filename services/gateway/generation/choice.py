@@ -14,7 +14,7 @@ from opentelemetry.trace import Span
 from services.gateway.admission import Work
 from services.gateway.generation.choice_text import ChoiceText, Delta
 from services.gateway.generation.request import Generation
-from services.gateway.metrics import NUM_GAPS, Meter
+from services.gateway.telemetry import NUM_GAPS, Meter
 from services.gateway.workers import Mailbox, Tokens
 from tandem.v1 import llm_pb2, worker_pb2
 

@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind
 from services.gateway.errors import InvalidRequest, TimedOut, Unavailable, WorkerLost
 from services.gateway.generation import tracing
 from services.gateway.generation.attempt import Attempt
-from services.gateway.generation.migration import NO_WORKERS
+from services.gateway.generation.recovery.migration import NO_WORKERS
 from services.gateway.workers import Tokens, WorkerConnection
 from tandem.registry import LiveWorker, Role
 from tandem.v1 import llm_pb2, worker_pb2

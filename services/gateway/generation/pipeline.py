@@ -24,12 +24,10 @@ from services.gateway.generation import tracing
 from services.gateway.generation.attempt import Attempt, ClusterAccess
 from services.gateway.generation.choice import Choice
 from services.gateway.generation.embedding import EmbeddingAttempt
-from services.gateway.generation.migration import Migration, MigrationLimits
-from services.gateway.generation.record import RequestRecords
+from services.gateway.generation.recovery.migration import Migration, MigrationLimits
+from services.gateway.generation.recovery.suspicion import Suspicion
 from services.gateway.generation.shared_prompt import SharedPrompt
-from services.gateway.generation.suspicion import Suspicion
-from services.gateway.metrics import Metrics
-from services.gateway.tenant_metrics import RequestEnd
+from services.gateway.telemetry import Metrics, RequestEnd, RequestRecords
 from services.gateway.workers import Tokens
 from tandem.registry import Role
 from tandem.v1 import worker_pb2

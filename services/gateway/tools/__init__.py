@@ -9,7 +9,7 @@ complete. One that was cut off is none.
 
 from services.gateway.tools.call import Call, CallFormat, CallPart, CallReader, Schemas, joined_parts, parsed
 from services.gateway.tools.custom import OnlyString, text_function
-from services.gateway.tools.formats import FORMATS, detect_format
+from services.gateway.tools.formats.table import FORMATS, detect_format
 from services.gateway.tools.plan import ReadingPlan, plan_reading
 from services.gateway.tools.reader import AnswerReader, Reading
 from services.gateway.tools.request import MAX_TOOLS, ToolUse, past_arguments, read_call, read_tools

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.gateway.tools.call import Call, CallReader, CompleteCall, Piece, Schemas, json_text
-from services.gateway.tools.json_call import JsonCalls
+from services.gateway.tools.formats.json_call import JsonCalls
 
 LIST = "[, \t\r\n]"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from services.gateway.errors import InvalidRequest
 from services.gateway.tools.call import CallFormat
 from services.gateway.tools.forced import ForcedCalls, NamedCall
-from services.gateway.tools.formats import FORMATS
+from services.gateway.tools.formats.table import FORMATS
 from services.gateway.tools.reader import AnswerReader
 from services.gateway.tools.request import ToolUse
 from services.gateway.tools.thinking import Tags, Thinking

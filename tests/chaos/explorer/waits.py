@@ -11,7 +11,7 @@ from unittest.mock import patch
 from services.decode.block_queue import BlockQueue
 from services.decode.sequences import DecodeSequences
 from services.gateway.admission import Admission
-from services.gateway.generation.migration import Migration
+from services.gateway.generation.recovery.migration import Migration
 from services.gateway.workers.stream import WorkerStream
 from tandem.engine.kv.swap import SwapSpace
 from tandem.engine.scheduling.scheduler import Scheduler

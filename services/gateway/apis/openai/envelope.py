@@ -19,7 +19,7 @@ from services.gateway.apis.openai.schema import GenerationBody
 from services.gateway.door import Framing, ParsedBody
 from services.gateway.errors import GatewayError
 from services.gateway.generation import REASONS, Answer, Choice, Delta
-from services.gateway.metrics import PATHS
+from services.gateway.telemetry import PATHS
 from services.gateway.text import Tokenizer
 from tandem.v1 import llm_pb2
 

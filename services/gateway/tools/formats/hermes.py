@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.tools.json_call import JsonCalls
+from services.gateway.tools.formats.json_call import JsonCalls
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 

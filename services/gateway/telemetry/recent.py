@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from services.gateway.access import Caller
 from services.gateway.errors import GatewayError, NotKept
-from services.gateway.traces.perfetto import OwnedSpan, chrome_trace
+from services.gateway.telemetry.perfetto import OwnedSpan, chrome_trace
 from services.gateway.workers import WorkerConnection
 from tandem.process import telemetry
 from tandem.spans import TENANT

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from services.gateway.tools.call import CallFormat
-from services.gateway.tools.deepseek import DeepSeek
-from services.gateway.tools.glm4 import Glm4
-from services.gateway.tools.granite import Granite
-from services.gateway.tools.harmony import Harmony
-from services.gateway.tools.hermes import Hermes
-from services.gateway.tools.llama3_json import Llama3Json
-from services.gateway.tools.mistral import Mistral
-from services.gateway.tools.phi4_mini import Phi4Mini
-from services.gateway.tools.pythonic import Pythonic
-from services.gateway.tools.qwen3_coder import Qwen3Coder
+from services.gateway.tools.formats.deepseek import DeepSeek
+from services.gateway.tools.formats.glm4 import Glm4
+from services.gateway.tools.formats.granite import Granite
+from services.gateway.tools.formats.harmony import Harmony
+from services.gateway.tools.formats.hermes import Hermes
+from services.gateway.tools.formats.llama3_json import Llama3Json
+from services.gateway.tools.formats.mistral import Mistral
+from services.gateway.tools.formats.phi4_mini import Phi4Mini
+from services.gateway.tools.formats.pythonic import Pythonic
+from services.gateway.tools.formats.qwen3_coder import Qwen3Coder
 
 FORMATS: dict[str, type[CallFormat]] = {
     "hermes": Hermes,

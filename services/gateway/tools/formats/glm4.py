@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.gateway.tools.call import Schemas
-from services.gateway.tools.headed import NAME, OBJECT, SPACE, HeadedCalls, S, mark, partly, whole
+from services.gateway.tools.formats.headed import NAME, OBJECT, SPACE, HeadedCalls, S, mark, partly, whole
 
 BARE = (NAME, (r"[^\S\n]{0,8}\n", r"[^\S\n]{0,8}"), SPACE, OBJECT)
 MARKED = (mark("<|assistant|>"), (S, S), *BARE)

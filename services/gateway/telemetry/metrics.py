@@ -15,11 +15,11 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
 from services.gateway.admission import Admission, PriorityClass
-from services.gateway.cluster_metrics import ClusterCollector
 from services.gateway.errors import GatewayError
-from services.gateway.genai_metrics import GenAIMetrics
 from services.gateway.settings import CLASSES, ClassName, ClassSettings
-from services.gateway.tenant_metrics import TenantMetrics, without_tenants
+from services.gateway.telemetry.cluster import ClusterCollector
+from services.gateway.telemetry.genai import GenAIMetrics
+from services.gateway.telemetry.tenants import TenantMetrics, without_tenants
 from services.gateway.workers import WorkerPool
 from tandem.metrics import GATEWAY, ITL
 from tandem.process import metrics_server

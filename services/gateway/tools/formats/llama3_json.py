@@ -5,7 +5,7 @@ Without the tag it is a call only as the first that is said, and only of a tool 
 
 from __future__ import annotations
 
-from services.gateway.tools.json_call import JsonCalls
+from services.gateway.tools.formats.json_call import JsonCalls
 
 TAG = "<|python_tag|>"
 

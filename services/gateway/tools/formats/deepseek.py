@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from services.gateway.tools.call import begun
-from services.gateway.tools.headed import NAME, OBJECT, SPACE, HeadedCalls, S, mark, partly, whole
+from services.gateway.tools.formats.headed import NAME, OBJECT, SPACE, HeadedCalls, S, mark, partly, whole
 
 LIST, CALL, END = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEP = mark("<｜tool▁sep｜>")

@@ -14,7 +14,7 @@ import re
 
 from services.gateway.tools.brackets import Brackets
 from services.gateway.tools.call import Call, CallFormat, CallPart, Piece, Schemas, Thought, begun, json_text
-from services.gateway.tools.headed import Part, mark, partly, whole
+from services.gateway.tools.formats.headed import Part, mark, partly, whole
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

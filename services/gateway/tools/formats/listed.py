@@ -6,7 +6,7 @@ import re
 from typing import Any, ClassVar
 
 from services.gateway.tools.call import CompleteCall, Schemas
-from services.gateway.tools.json_call import JsonCalls
+from services.gateway.tools.formats.json_call import JsonCalls
 
 S = r"\s{0,64}"  # so much white space, and no more: it is looked at again with each piece of text
 

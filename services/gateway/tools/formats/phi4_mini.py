@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.tools.listed import ListedCalls
+from services.gateway.tools.formats.listed import ListedCalls
 
 
 class Phi4Mini(ListedCalls):

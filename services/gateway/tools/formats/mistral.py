@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from services.gateway.tools.call import Call, CompleteCall, begun, json_text
-from services.gateway.tools.listed import ListedCalls, S
+from services.gateway.tools.formats.listed import ListedCalls, S
 
 HEAD = re.compile(
     rf"\[TOOL_CALLS\]{S}(?P<name>[\w.-]{{1,256}}){S}(?:\[CALL_ID\]\w+{S})?(?:\[ARGS\])?{S}(?=\{{{S}[\"}}])"
