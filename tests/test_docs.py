@@ -75,11 +75,14 @@ def test_modules_and_targets_that_pages_name_are_there() -> None:
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 
 
-def test_each_failure_names_the_code_that_notices_it() -> None:
-    table = text_of("docs/failures.md").partition("## Who notices")[2].partition("\n## ")[0]
-    rows = [line.split("|") for line in table.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) >= 16
-    assert [row[1] for row in rows if not re.search(r"`(services|tandem)/[\w/]+\.(py|lua)`", row[-2])] == []
+def test_each_failure_says_who_detects_it_when_what_follows_and_where_that_is() -> None:
+    sections = text_of("docs/failures.md").partition("## Failures\n")[2].partition("\n## ")[0].split("\n### ")[1:]
+    assert len(sections) >= 24
+    parts = ("- **Detected by** ", "- **Within** ", "- **Then** ", "- **Code** ")
+    for section in sections:
+        title, *lines = filter(None, section.splitlines())
+        assert [line[: len(part)] for line, part in zip(lines, parts, strict=True)] == list(parts), title
+        assert re.search(r"`(services|tandem)/[\w/]+\.(py|lua)`", lines[-1]), title
 
 
 def test_decisions_say_what_was_tried_and_what_would_change_them() -> None:
