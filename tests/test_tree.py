@@ -43,6 +43,10 @@ FLOORS = (
     ("tandem.engine.speculation", "tandem.engine.kernels"),
     ("tandem.engine",),
     ("tandem.local", "tandem.cluster"),
+    ("tandem.worker.settings", "tandem.worker.errors"),
+    ("tandem.worker.engine",),
+    ("tandem.worker.context",),
+    ("tandem.worker.kv", "tandem.worker.work"),
     ("tandem.worker",),
     ("tandem.local.ray", "services"),
     ("services.gateway.errors", "services.gateway.returns", "services.gateway.settings", "services.gateway.untrusted"),
@@ -224,7 +228,7 @@ SHELLS = (
     "tandem/process/telemetry.py",
     "tandem/process/work_threads.py", "tandem/registry/connection.py",
     "tandem/rpc/endpoints.py", "tandem/transfer/runtime/", "tandem/transfer/transports/",
-    "tandem/worker/engine_thread.py", "tandem/worker/process.py",
+    "tandem/worker/engine/thread.py", "tandem/worker/life/process.py",
 )  # fmt: skip
 SHELL_MODULES = {"time", "random", "secrets", "uuid", "socket", "threading", "multiprocessing", "subprocess", "queue"}
 # Of those, what everybody may use: types, and what says nothing by itself.

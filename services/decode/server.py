@@ -21,8 +21,8 @@ from tandem.worker import (
     SuspectTurns,
     WorkerContext,
     WorkService,
-    conversion,
 )
+from tandem.worker.work import conversion
 
 RECEIVER_CHECK_S = 0.5
 

@@ -27,8 +27,8 @@ from tandem.worker import (
     SuspectTurns,
     WorkerContext,
     WorkService,
-    conversion,
 )
+from tandem.worker.work import conversion
 
 PROBE_BYTES = 1 << 20
 PROBE_TIMEOUT_S = 2.0

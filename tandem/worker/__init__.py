@@ -1,4 +1,9 @@
-"""The common part of prefill and decode workers: settings, engine, lease, process. They and commands may enter.
+"""The common part of prefill and decode workers: settings, engine, KV, work, life. They and commands may enter.
+
+    engine/   the engine as coroutine code knows it
+    kv/       links to peers, blocks fetched and published, tiers below the cache
+    work/     streams of gateways and what they ask for
+    life/     a worker from its start to its end, and its process
 
 Settings are there without torch, for those who only check them; the rest is imported when it is asked for.
 """
@@ -9,15 +14,21 @@ from tandem.lazy import lazily
 from tandem.worker.settings import FOLLOWED, WorkerSettings
 
 if TYPE_CHECKING:
-    from tandem.worker.build import RunningServer, Worker, WorkerContext, WorkerPorts, WorkerService
-    from tandem.worker.engine_inline import InlineEngine
-    from tandem.worker.engine_port import Added, Ended, EngineDied, EnginePort, EngineStuck, Event
-    from tandem.worker.engine_thread import EngineThread
+    from tandem.worker.context import RunningServer, WorkerContext, WorkerPorts, WorkerService
+    from tandem.worker.engine import (
+        Added,
+        Ended,
+        EngineDied,
+        EnginePort,
+        EngineStuck,
+        EngineThread,
+        Event,
+        InlineEngine,
+    )
     from tandem.worker.errors import SequenceFailed
-    from tandem.worker.fetching import Holder, KVFetcher, LinkTo
-    from tandem.worker.kv_links import KVLinks
-    from tandem.worker.links import LinkState, fell_back
-    from tandem.worker.process import (
+    from tandem.worker.kv import Holder, KVFetcher, KVLinks, LinkState, LinkTo, fell_back
+    from tandem.worker.life.build import Worker
+    from tandem.worker.life.process import (
         loaded_engine,
         probed_worker,
         process_ports,
@@ -25,9 +36,7 @@ if TYPE_CHECKING:
         run_worker,
         tuned_by,
     )
-    from tandem.worker.streams import Streams
-    from tandem.worker.suspects import SuspectTurns
-    from tandem.worker.work import BUG, Entry, WorkService, failure_of
+    from tandem.worker.work import BUG, Entry, Streams, SuspectTurns, WorkService, failure_of
 
 __all__ = [
     "BUG",
@@ -66,17 +75,14 @@ __all__ = [
     "tuned_by",
 ]
 _WITH_TORCH = {
-    "build": ("RunningServer", "Worker", "WorkerContext", "WorkerPorts", "WorkerService"),
-    "engine_inline": ("InlineEngine",),
-    "engine_port": ("Added", "Ended", "EngineDied", "EnginePort", "EngineStuck", "Event"),
-    "engine_thread": ("EngineThread",),
+    "context": ("RunningServer", "WorkerContext", "WorkerPorts", "WorkerService"),
+    "engine": (
+        "Added", "Ended", "EngineDied", "EnginePort", "EngineStuck", "EngineThread", "Event", "InlineEngine",
+    ),
     "errors": ("SequenceFailed",),
-    "fetching": ("Holder", "KVFetcher", "LinkTo"),
-    "kv_links": ("KVLinks",),
-    "links": ("LinkState", "fell_back"),
-    "process": ("loaded_engine", "probed_worker", "process_ports", "run_measured", "run_worker", "tuned_by"),
-    "streams": ("Streams",),
-    "suspects": ("SuspectTurns",),
-    "work": ("BUG", "Entry", "WorkService", "failure_of"),
-}
+    "kv": ("Holder", "KVFetcher", "KVLinks", "LinkState", "LinkTo", "fell_back"),
+    "life.build": ("Worker",),
+    "life.process": ("loaded_engine", "probed_worker", "process_ports", "run_measured", "run_worker", "tuned_by"),
+    "work": ("BUG", "Entry", "Streams", "SuspectTurns", "WorkService", "failure_of"),
+}  # fmt: skip
 __getattr__ = lazily(__name__, _WITH_TORCH)

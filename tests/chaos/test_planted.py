@@ -36,7 +36,8 @@ from tandem.process.log_output import LogOutput
 from tandem.registry import ModelKey
 from tandem.tiers import block_files
 from tandem.transfer.protocol.receiver import ReceiverProtocol
-from tandem.worker import Streams, Worker, kv_tiers
+from tandem.worker import Streams, Worker
+from tandem.worker.kv import tiers
 from tests.chaos.explorer.run import Explorer
 from tests.chaos.explorer.schedule import AMPLE_BLOCKS, SHAPES, SOLE_PREFILL, schedule_of
 from tests.marks import long_but
@@ -316,7 +317,7 @@ def believe_a_damaged_file(patch: Patch) -> None:
 
 @planted("blocks are not free", 5, "disk-late", shapes=WITH_DISKS)
 def keep_the_blocks_that_a_tier_copies(patch: Patch) -> None:
-    patch.setattr(kv_tiers, "release", lambda port, name: None)
+    patch.setattr(tiers, "release", lambda port, name: None)
 
 
 @pytest.mark.timeout(900)  # schedules are counted, not their seconds

@@ -14,8 +14,7 @@ from services.decode.settings import DecodeSettings
 from tandem.engine import Engine, Request, SequenceOutput
 from tandem.transfer import LinkRuntime
 from tandem.v1 import llm_pb2, worker_pb2
-from tandem.worker import EngineThread, WorkerContext
-from tandem.worker.build import WorkerPorts
+from tandem.worker import EngineThread, WorkerContext, WorkerPorts
 
 ANSWERS = 40
 

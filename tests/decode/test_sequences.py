@@ -18,7 +18,7 @@ from tandem.engine import EngineConfig, Request, SampledToken, SamplingParams, S
 from tandem.transfer import LinkPeer, LocalPeer, Push, Receiver, Sender, TransferError
 from tandem.v1 import worker_pb2
 from tandem.worker import InlineEngine, SequenceFailed, Streams
-from tandem.worker.beside_engine import land, release
+from tandem.worker.engine.beside import land, release
 from tests.spans import attributes, catalogued, seen
 
 BLOCKS, BLOCK, WHOLE = 8, 16, 8 * 16 - 8

@@ -20,7 +20,7 @@ from tandem.registry import THIS_RELEASE, GatewayAddress, NoWorkers, OtherReleas
 from tandem.registry.connection import RedisConnection
 from tandem.registry.named import parse_adapter
 from tandem.registry.scripts import FORMAT, key_prefix
-from tandem.worker.succession import stay, succeed
+from tandem.worker.life.succession import stay, succeed
 from tests.registry.cluster import TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.test_select import select
 from tests.release import ROOT, last_release, released_files

@@ -37,7 +37,7 @@ from tandem.transfer import LinkRuntime
 from tandem.transfer.runtime.loop import LoopDriver
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tandem.worker import InlineEngine, Worker, WorkerPorts
-from tandem.worker.kv_tiers import KVTiers
+from tandem.worker.kv.tiers import KVTiers
 from tests.simulation.crashes import Crashes
 from tests.simulation.disk import SimulatedDisk, Strike
 from tests.simulation.grpc_client import PATIENT, Channel

@@ -13,7 +13,7 @@ from tandem.engine import BlockStored, Engine
 from tandem.local import RedisServer
 from tandem.registry import Registry, Role
 from tandem.worker import EngineThread
-from tandem.worker.block_publisher import BATCH, BlockPublisher
+from tandem.worker.kv.publisher import BATCH, BlockPublisher
 from tests.registry.cluster import eventually, worker_info, worker_load
 from tests.worker.conftest import request
 

@@ -29,7 +29,7 @@ from tandem.process.telemetry import RecentSpans
 from tandem.registry import Registry
 from tandem.v1 import process_pb2, process_pb2_grpc
 from tandem.worker import EngineStuck, Worker, WorkerContext, WorkerService, WorkerSettings, process_ports
-from tandem.worker.build import LINK_CHECK_S
+from tandem.worker.life.build import LINK_CHECK_S
 from tests.registry.cluster import eventually
 
 Build = Callable[[WorkerContext], WorkerService]

@@ -14,14 +14,14 @@ from tandem.local import RedisServer
 from tandem.registry import Registry
 from tandem.v1 import worker_pb2
 from tandem.worker import SequenceFailed, SuspectTurns
-from tandem.worker.crash import cause_in
+from tandem.worker.life.crash import cause_in
 
 START = """
 import ctypes, os, signal, sys
 from pathlib import Path
 from services.decode.settings import DecodeSettings
 from tandem.containment import oom_kills_here
-from tandem.worker.crash import open_crash_page
+from tandem.worker.life.crash import open_crash_page
 folder, url, number, killed = sys.argv[1:]
 settings = DecodeSettings(model_path=Path("."), crash_dir=Path(folder), redis_url=url)
 page = open_crash_page(settings, "d0")
@@ -76,7 +76,7 @@ def test_causes(said: str, cause: str) -> None:
 
 OVERFLOW = """
 import ctypes, faulthandler, sys, threading
-from tandem.worker.fault_stack import own_fault_stack
+from tandem.worker.engine.fault_stack import own_fault_stack
 faulthandler.enable(open(sys.argv[1], "w"))
 again = ctypes.CFUNCTYPE(None)(lambda: again())
 def run():

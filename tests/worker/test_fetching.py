@@ -31,8 +31,9 @@ from tandem.transfer import (
     SocketNetwork,
     TransferError,
 )
-from tandem.worker import Event, Holder, InlineEngine, KVFetcher, fetching
-from tandem.worker.fetching import KVLender
+from tandem.worker import Event, Holder, InlineEngine, KVFetcher
+from tandem.worker.kv import fetching
+from tandem.worker.kv.fetching import KVLender
 from tests.transfer.tampering import TamperingNetwork
 
 BLOCK, BLOCKS = 16, 16

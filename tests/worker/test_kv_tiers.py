@@ -18,9 +18,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tandem.engine import EngineConfig, Request, SamplingParams, SequenceOutput, StepTime
 from tandem.tiers import BlockFiles, HostBlocks, KVTier, TierStats, tier
-from tandem.worker import Event, InlineEngine, kv_tiers
-from tandem.worker.block_publisher import BlockPublisher
-from tandem.worker.kv_tiers import KVTiers
+from tandem.worker import Event, InlineEngine
+from tandem.worker.engine import block_chain
+from tandem.worker.kv.publisher import BlockPublisher
+from tandem.worker.kv.tiers import TRY_EVERY, KVTiers
 from tests.spans import catalogued, seen
 
 BLOCK, BLOCKS = 16, 24
@@ -190,7 +191,7 @@ async def test_a_damaged_block_ends_what_is_restored_there(a_worker: Opened, tmp
     async with a_worker() as worker:
         _, tokens = await worker.answer(PROMPT)
         await worker.written(6)
-        chain = kv_tiers.block_chain(worker.engine.engine.layout, worker.request(PROMPT))
+        chain = block_chain(worker.engine.engine.layout, worker.request(PROMPT))
     damage(tmp_path, chain[4])
     async with a_worker() as worker:
         assert await worker.answer(PROMPT) == (3 * BLOCK, tokens)
@@ -242,8 +243,8 @@ async def test_where_computing_is_quicker_most_is_computed(a_worker: Opened) -> 
             worker.tiers._speeds["disk"].add(WHOLE, 100.0)
         for _ in range(200):
             worker.engine.rates.step(WHOLE, 0, 0.01)
-        restored = [await worker.tiers.restore(worker.request(PROMPT), BOUND_S) for _ in range(kv_tiers.TRY_EVERY)]
-        assert restored == [0] * (kv_tiers.TRY_EVERY - 1) + [WHOLE]
+        restored = [await worker.tiers.restore(worker.request(PROMPT), BOUND_S) for _ in range(TRY_EVERY)]
+        assert restored == [0] * (TRY_EVERY - 1) + [WHOLE]
 
 
 async def test_a_client_that_leaves_takes_no_blocks_with_it(a_worker: Opened) -> None:

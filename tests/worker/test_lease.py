@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from tandem.registry import Registry, Role, StaleIncarnation, WorkerIdTaken
-from tandem.worker.lease import Lease
+from tandem.worker.life.lease import Lease
 from tests.registry.cluster import worker_info, worker_load
 from tests.registry.conftest import connect, namespace, redis_server, registry
 

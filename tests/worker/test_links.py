@@ -19,7 +19,7 @@ from tandem.liveness.silence import Liveness
 from tandem.local import RedisServer
 from tandem.registry import ClusterView, Location, Registry, Role, WorkerInfo, WorkerLoad
 from tandem.transfer import LinkPeer, LocalPeer, Receiver, Sender, TransferError
-from tandem.worker.links import LinkKeeper
+from tandem.worker.kv.link_keeper import LinkKeeper
 
 LAYOUT = "layout-a"
 HEAL_S = 60.0  # by far longer than it takes
@@ -145,7 +145,7 @@ async def test_another_layout_is_refused_with_the_reason(pool: LinkPool) -> None
 
 
 async def test_a_silent_worker_holds_up_no_other(pool: LinkPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.worker.links.OPEN_TIMEOUT_S", 2 * HEAL_S)
+    monkeypatch.setattr("tandem.worker.kv.link_keeper.OPEN_TIMEOUT_S", 2 * HEAL_S)
     with nobody() as silent:
         await pool.register("decode-0", "d-0", f"127.0.0.1:{silent.getsockname()[1]}")
         await within(HEAL_S, lambda: pool.keeper.peer("decode-0") is not None)
@@ -159,7 +159,7 @@ async def test_a_worker_that_does_not_answer_is_gone_and_no_deadline_has_passed(
     pool: LinkPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a request would end with it, where it should go on elsewhere."""
-    monkeypatch.setattr("tandem.worker.links.OPEN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("tandem.worker.kv.link_keeper.OPEN_TIMEOUT_S", 0.3)
     with nobody() as silent:
         for address in (f"127.0.0.1:{silent.getsockname()[1]}", "192.0.2.1:9"):  # the latter is routed nowhere
             with pytest.raises(TransferError) as failed:

@@ -10,7 +10,8 @@ from tandem.engine import EngineStats
 from tandem.metrics import WORKER, WORKER_LABELS
 from tandem.process import IntegrityReport, metrics_server
 from tandem.tiers import TierStats
-from tandem.worker.metrics import StepCounts, WorkerCollector
+from tandem.worker.engine import StepCounts
+from tandem.worker.life.metrics import WorkerCollector
 
 LABELS = ("m", "decode", "d0")
 

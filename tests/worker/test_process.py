@@ -11,7 +11,7 @@ import pytest
 STANDS_STILL = """
 import asyncio, time
 from tandem.process import loop_watch
-from tandem.worker import process
+from tandem.worker.life import process
 
 class Worker:
     async def run(self):

@@ -11,7 +11,7 @@ import pytest
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams, StepTime
 from tandem.registry import Distance
 from tandem.worker import EngineThread
-from tandem.worker.rates import Line, Rates
+from tandem.worker.engine.rates import Line, Rates
 
 HARDWARE = StepTime(prefill_tokens_per_s=5000, decode_step_s=0.02, decode_sequence_s=0.001)
 

@@ -15,8 +15,8 @@ from services.gateway.generation.recovery.migration import Migration
 from services.gateway.workers.stream import WorkerStream
 from tandem.engine.kv.swap import SwapSpace
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.worker.fetching import KVFetcher
-from tandem.worker.links import LinkKeeper
+from tandem.worker.kv.fetching import KVFetcher
+from tandem.worker.kv.link_keeper import LinkKeeper
 
 
 def _goes_on_waiting(queue: BlockQueue, _: object) -> bool:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tandem.engine import Engine
 from tandem.process import IntegrityReport
-from tandem.worker.engine_port import EnginePort
+from tandem.worker.engine import EnginePort
 
 
 class SequenceHolder(Protocol):

@@ -37,11 +37,11 @@ from tandem.registry import Registry, Role
 from tandem.rpc import DrainService
 from tandem.tiers import BlockFiles, HostBlocks, KVTier
 from tandem.transfer import LinkRuntime
-from tandem.worker.build import Worker, WorkerContext, WorkerPorts, WorkerService
-from tandem.worker.crash import open_crash_page
-from tandem.worker.engine_port import EngineStuck
-from tandem.worker.engine_thread import EngineThread
-from tandem.worker.kv_tiers import KVTiers
+from tandem.worker.context import WorkerContext, WorkerPorts, WorkerService
+from tandem.worker.engine import EngineStuck, EngineThread
+from tandem.worker.kv import KVTiers
+from tandem.worker.life.build import Worker
+from tandem.worker.life.crash import open_crash_page
 from tandem.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)

@@ -21,10 +21,10 @@ from typing import TypeAlias, TypeVar
 from tandem.adapters import AdapterRef
 from tandem.engine import AdapterStore, AdapterStoreFull, Engine, Request, SequenceOutput
 from tandem.process import WorkThreads
+from tandem.worker.engine.fault_stack import own_fault_stack
+from tandem.worker.engine.rates import Rates
+from tandem.worker.engine.step_counts import StepCounts
 from tandem.worker.errors import SequenceFailed
-from tandem.worker.fault_stack import own_fault_stack
-from tandem.worker.metrics import StepCounts
-from tandem.worker.rates import Rates
 
 T = TypeVar("T")
 GRAMMARS_AT_ONCE = 2

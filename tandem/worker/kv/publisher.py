@@ -17,8 +17,8 @@ import structlog
 
 from tandem.engine import BlockRemoved, BlockStored
 from tandem.registry import Registry, RegistryUnavailable, StaleIncarnation
-from tandem.worker.engine_port import EnginePort
-from tandem.worker.kv_tiers import KVTiers
+from tandem.worker.engine import EnginePort
+from tandem.worker.kv.tiers import KVTiers
 
 EVERY_S = 0.25
 # Sooner where an answer has ended, for the next turn of its conversation may come at once; but not more often.

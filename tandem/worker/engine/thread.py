@@ -17,8 +17,8 @@ from typing import TypeVar
 import structlog
 
 from tandem.engine import Engine
-from tandem.worker.engine_port import Command, EnginePort, Event, OnDeath, OnEvents
-from tandem.worker.fault_stack import own_fault_stack
+from tandem.worker.engine.fault_stack import own_fault_stack
+from tandem.worker.engine.port import Command, EnginePort, Event, OnDeath, OnEvents
 
 T = TypeVar("T")
 IDLE_WAIT_S = 0.2

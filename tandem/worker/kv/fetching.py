@@ -25,9 +25,8 @@ from tandem.process import WorkThreads
 from tandem.spans import TRUNCATED
 from tandem.transfer import Fetch, KVSource, Link, LinkPeer, TransferError
 from tandem.v1 import worker_pb2
-from tandem.worker.beside_engine import at_once, block_chain, give_up, land, release
-from tandem.worker.engine_port import EngineDied, EnginePort
-from tandem.worker.kv_tiers import KVTiers
+from tandem.worker.engine import EngineDied, EnginePort, at_once, block_chain, give_up, land, release
+from tandem.worker.kv.tiers import KVTiers
 
 # A fetch takes milliseconds: who waits for longer had better compute.
 FETCH_S = 1.0

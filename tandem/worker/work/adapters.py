@@ -13,9 +13,9 @@ from grpc import aio
 
 from tandem import rpc
 from tandem.v1 import worker_pb2, worker_pb2_grpc
-from tandem.worker import conversion
-from tandem.worker.engine_port import EnginePort
+from tandem.worker.engine import EnginePort
 from tandem.worker.errors import SequenceFailed
+from tandem.worker.work import conversion
 
 
 class AdapterService(worker_pb2_grpc.AdapterServiceServicer):

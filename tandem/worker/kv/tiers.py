@@ -23,9 +23,7 @@ from tandem.engine import Engine, Request
 from tandem.process import WorkThreads
 from tandem.spans import TRUNCATED
 from tandem.tiers import KVTier, TierStats
-from tandem.worker.beside_engine import at_once, block_chain, land, release
-from tandem.worker.engine_port import EnginePort
-from tandem.worker.rates import Line
+from tandem.worker.engine import EnginePort, Line, at_once, block_chain, land, release
 
 # Bytes that are read, or copied to be written, at once.
 CHUNK_BYTES = 8 << 20

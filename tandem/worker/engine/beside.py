@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from tandem.block_hash import block_hashes, root_hash
 from tandem.engine import Engine, KVLayout, Request
-from tandem.worker.engine_port import Ended, EnginePort, Event
+from tandem.worker.engine.port import Ended, EnginePort, Event
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from tandem.engine import SequenceOutput
 from tandem.v1 import worker_pb2
-from tandem.worker import conversion
+from tandem.worker.work import conversion
 
 MOST_S = 0.05
 # Passed on within 2 ms.

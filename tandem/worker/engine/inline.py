@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from tandem.containment import CrashPage
 from tandem.engine import Engine, EngineConfig, SequenceOutput
-from tandem.worker.engine_port import Command, EnginePort, Event, OnDeath, OnEvents
+from tandem.worker.engine.port import Command, EnginePort, Event, OnDeath, OnEvents
 
 T = TypeVar("T")
 LEAST_STEP_S = 0.002

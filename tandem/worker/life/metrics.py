@@ -12,24 +12,8 @@ from prometheus_client.registry import Collector
 
 from tandem.engine import EngineStats
 from tandem.metrics import WORKER
-from tandem.tally import BucketCounts
 from tandem.tiers import TierStats
-
-
-class StepCounts:
-    """Counts steps. For the thread that steps."""
-
-    def __init__(self) -> None:
-        self._tokens = BucketCounts(WORKER["vllm:iteration_tokens_total"])
-        self._sequences = BucketCounts(WORKER["tandem_batch_sequences"])
-
-    def add(self, num_tokens: int, num_sequences: int) -> None:
-        self._tokens.observe(num_tokens)
-        self._sequences.observe(num_sequences)
-
-    def families(self, labels: Sequence[str]) -> Iterator[Metric]:
-        yield self._tokens.family(labels)
-        yield self._sequences.family(labels)
+from tandem.worker.engine import StepCounts
 
 
 class WorkerCollector(Collector):

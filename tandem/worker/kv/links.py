@@ -13,9 +13,9 @@ from tandem.liveness import Vitals
 from tandem.process import IntegrityReport
 from tandem.registry import ClusterView, Role
 from tandem.transfer import LinkPeer, LocalPeer, Receiver, Sender
-from tandem.worker.build import WorkerContext
-from tandem.worker.fetching import KVFetcher, KVLender
-from tandem.worker.links import LinkKeeper
+from tandem.worker.context import WorkerContext
+from tandem.worker.kv.fetching import KVFetcher, KVLender
+from tandem.worker.kv.link_keeper import LinkKeeper
 
 RECEIVER_CHECK_S = 0.5
 MIN_ARENA_BYTES, MAX_ARENA_BYTES = 1 << 20, 8 << 20
