@@ -34,6 +34,9 @@ for module in pkgutil.walk_packages(room.__path__, "services.{room}."):
 # directly in `tandem/` are the ground, and the commands of `tandem` are above all.
 FLOORS = (
     ("tandem.process", "tandem.liveness", "tandem.containment", "tandem.checkpoints", "tandem.vocabulary"),
+    ("tandem.registry.errors",),
+    ("tandem.registry.wire",),
+    ("tandem.registry.blocks",),
     ("tandem.rpc", "tandem.registry", "tandem.store", "tandem.tiers", "tandem.transfer", "tandem.grammar"),
     ("tandem.engine.types", "tandem.engine.step_cost", "tandem.engine.step_time", "tandem.engine.device"),
     ("tandem.engine.scheduling", "tandem.engine.quantization", "tandem.engine.float32"),
@@ -226,7 +229,7 @@ SHELLS = (
     "tandem/native.py",
     "tandem/process/log_output.py", "tandem/process/profile.py", "tandem/process/recent_spans.py",
     "tandem/process/telemetry.py",
-    "tandem/process/work_threads.py", "tandem/registry/connection.py",
+    "tandem/process/work_threads.py", "tandem/registry/wire/connection.py",
     "tandem/rpc/endpoints.py", "tandem/transfer/runtime/", "tandem/transfer/transports/",
     "tandem/worker/engine/thread.py", "tandem/worker/life/process.py",
 )  # fmt: skip

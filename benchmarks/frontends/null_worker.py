@@ -71,7 +71,7 @@ async def null_worker(redis_url: str, model: Path, letters: list[int], pace: Bac
     )  # fmt: skip
     load = WorkerLoad(free_blocks=info.num_blocks, num_waiting=0, num_running=0, queued_tokens=0)
     registry = Registry.connect(redis_url)
-    await registry.register(info, load, TTL_S)
+    await registry.leases.register(info, load, TTL_S)
     tasks = [
         asyncio.create_task(_heartbeats(registry, info, load)), asyncio.create_task(pace.run()),
     ]  # fmt: skip
@@ -88,4 +88,4 @@ async def null_worker(redis_url: str, model: Path, letters: list[int], pace: Bac
 async def _heartbeats(registry: Registry, info: WorkerInfo, load: WorkerLoad) -> None:
     while True:
         await asyncio.sleep(TTL_S / 4)
-        await registry.heartbeat(info, load, TTL_S)
+        await registry.leases.heartbeat(info, load, TTL_S)

@@ -146,7 +146,7 @@ class Gateway:
             self._stack.callback(self._ports.store.close)
         starvation = Starvation(self._ports.pressure)
         self._run(starvation.run())
-        self._run(registry.hold_client_lease(starvation.now))
+        self._run(registry.gateways.hold(starvation.now))
         view = await self._first_view()
         self._run(self._ports.access.run())
         for helper in self._ports.helpers:
@@ -197,7 +197,7 @@ class Gateway:
             view=view,
             metrics=self._make_metrics(view),
             access=ports.access,
-            allowances=Allowances(ports.registry, self._background),
+            allowances=Allowances(ports.registry.limits, self._background),
             spans=tracing.tracer(),
             new_id=ports.new_id,
             seeds=ports.seeds,
@@ -247,7 +247,7 @@ class Gateway:
             now = self.shared.settings
             return capacity_of(llm.pool.workers, now.prefill_queue_tokens, now.max_admitted_tokens, decodes_prefill)
 
-        others = partial(self._ports.registry.other_demands, llm.key)
+        others = partial(self._ports.registry.gateways.other_demands, llm.key)
         return [llm.pool.run(), llm.admission.run(self.shared.view, capacity, others)]
 
     def _take_over(self, settings: GatewaySettings) -> None:
@@ -273,7 +273,7 @@ class Gateway:
         self.http_port = self._doors[0].port if self._doors else settings.http_port
         own = settings.own_http_port or self.http_port
         addresses = (rpc.address(host, port) for port in (self.http_port, self._grpc.port, own))
-        self._ports.registry.announce(partial(self._announced, list(addresses)))
+        self._ports.registry.gateways.announce(partial(self._announced, list(addresses)))
         log.info("serving", http=self.http_port, grpc=self._grpc.port)
 
     def _announced(self, addresses: list[str]) -> tuple[GatewayAddress, Demands]:

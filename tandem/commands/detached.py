@@ -89,7 +89,7 @@ async def _gateways(launcher: RayLauncher) -> list[str]:
         service_address(kvstore), namespace=str(kvstore.settings.get("namespace", DEFAULT_NAMESPACE))
     )
     try:
-        found = await registry.gateways()
+        found = await registry.gateways.live()
     except RegistryUnavailable as error:
         return [escape(f"the registry does not say which gateways there are: {error}")]
     finally:

@@ -131,7 +131,7 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
         try:
             names = await _meant(registry, settings)
             workers = [w for w in await registry.workers() if not names or w.info.model in names]
-            gateways = [g for g in await registry.gateways() if not names or names & {*g.model.split(", ")}]
+            gateways = [g for g in await registry.gateways.live() if not names or names & {*g.model.split(", ")}]
             sleeping = [one for one in (await registry.on_demand.ask({})).values() if not names or one.name in names]
             held, releases = await registry.check_integrity(), await registry.releases.others()
             wrong = await _wrong_rows(registry)

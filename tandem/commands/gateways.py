@@ -24,7 +24,7 @@ async def addresses(redis_url: str, namespace: str) -> list[str]:
     with suppress(RegistryUnavailable, ValueError):
         registry = Registry.connect(with_own_password(redis_url), namespace=namespace)
         try:
-            return [f"http://{one.own_http or one.http}" for one in await registry.gateways()]
+            return [f"http://{one.own_http or one.http}" for one in await registry.gateways.live()]
         finally:
             await registry.close()
     return []

@@ -96,7 +96,7 @@ async def _print_usage(said: argparse.Namespace) -> None:
             f"{'tenant':<24}{'requests':>10}{'prompt tokens':>16}{'of them cached':>16}{'new tokens':>14}{'cost':>14}"
         )
         for tenant in sorted({key.tenant for key in read_keys(said.file).keys}):
-            used = await registry.usage(tenant)
+            used = await registry.limits.usage(tenant)
             prompts = f"{used.prompt_tokens:>16}{used.cached_tokens:>16}"
             print(f"{tenant:<24}{used.requests:>10}{prompts}{used.completion_tokens:>14}{used.cost:>14.4f}")
     finally:

@@ -68,7 +68,7 @@ async def _run(settings: TopSettings) -> None:
 
 async def _shown(registry: Registry, client: httpx.AsyncClient) -> RenderableType:
     try:
-        workers, gateways = await registry.workers(), await registry.gateways()
+        workers, gateways = await registry.workers(), await registry.gateways.live()
     except RegistryUnavailable as error:
         return Text(f"the registry does not answer: {error}", style="red")
     loads = await asyncio.gather(*(_load_of(client, one) for one in gateways))

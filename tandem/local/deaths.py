@@ -60,7 +60,7 @@ async def end_lease_of_dead(registry: Registry, worker_id: str, is_gone: Callabl
     """
     gone = [w.info for w in await registry.workers() if w.info.worker_id == worker_id and is_gone(w.info.process)]
     for info in gone:
-        await registry.deregister(worker_id, info.incarnation)
+        await registry.leases.deregister(worker_id, info.incarnation)
     return bool(gone)
 
 

@@ -1,7 +1,7 @@
 """Who is in the cluster, how loaded they are, and who goes where: on Redis. Anyone but the engine may enter."""
 
-from tandem.registry.address import RedisAddress
 from tandem.registry.answers import Demand, Demands, GatewayAddress, Snapshot, Swept
+from tandem.registry.blocks import BlockReplica, PromptPrefix
 from tandem.registry.errors import (
     IncompatibleLayout,
     NoProvenLink,
@@ -12,18 +12,17 @@ from tandem.registry.errors import (
     StaleIncarnation,
     WorkerIdTaken,
 )
-from tandem.registry.limits import Limits, Taken, Usage
+from tandem.registry.limits import Limits, Taken, TenantLimits, Usage
 from tandem.registry.location import Distance, Location
-from tandem.registry.master import Master
 from tandem.registry.named import Named, NamedList
 from tandem.registry.on_demand import ModelStatus, ModelUse, OnDemandModels, Wakefulness
-from tandem.registry.prefix import PromptPrefix
-from tandem.registry.registry import PrefillPolicy, Registry
+from tandem.registry.registry import Registry
 from tandem.registry.releases import THIS_RELEASE, OtherRelease
-from tandem.registry.replica import BlockReplica
-from tandem.registry.resp import Argument, ReplyError, Wire
+from tandem.registry.reservations import PrefillPolicy, Reservations
 from tandem.registry.view import ClusterView
+from tandem.registry.wire import Argument, Master, RedisAddress, ReplyError, Wire
 from tandem.registry.worker import Fallback, LiveWorker, ModelKey, Place, Role, Route, WorkerInfo, WorkerLoad
+from tandem.registry.worker_leases import WorkerLeases
 
 __all__ = [
     "THIS_RELEASE",
@@ -58,16 +57,19 @@ __all__ = [
     "RegistryUnavailable",
     "ReplyError",
     "RequestTooLarge",
+    "Reservations",
     "Role",
     "Route",
     "Snapshot",
     "StaleIncarnation",
     "Swept",
     "Taken",
+    "TenantLimits",
     "Usage",
     "Wakefulness",
     "Wire",
     "WorkerIdTaken",
     "WorkerInfo",
+    "WorkerLeases",
     "WorkerLoad",
 ]

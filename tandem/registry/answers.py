@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from tandem.containment import Death
-from tandem.registry.unreadable import UnreadableRows
+from tandem.registry.wire import UnreadableRows
 from tandem.registry.worker import LiveWorker, decode
 
 

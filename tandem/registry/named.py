@@ -11,8 +11,7 @@ from typing import Generic, TypeVar
 
 from tandem.adapters import AdapterRef
 from tandem.aliases import Alias, text_of_alias
-from tandem.registry.connection import RegistryConnection
-from tandem.registry.unreadable import UnreadableRows
+from tandem.registry.wire import RegistryConnection, UnreadableRows
 
 T = TypeVar("T")
 

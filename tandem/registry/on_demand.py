@@ -14,9 +14,7 @@ from enum import StrEnum
 from functools import partial
 from itertools import chain
 
-from tandem.registry.connection import RegistryConnection
-from tandem.registry.resp import Argument
-from tandem.registry.unreadable import UnreadableRows
+from tandem.registry.wire import Argument, RegistryConnection, UnreadableRows
 
 NEVER = float("inf")
 

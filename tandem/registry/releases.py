@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem import __version__
-from tandem.registry.connection import RegistryConnection
-from tandem.registry.scripts import FORMAT
+from tandem.registry.wire import FORMAT, RegistryConnection
 
 THIS_RELEASE = f"Tandem {__version__} (registry format {FORMAT})"
 

@@ -127,7 +127,7 @@ async def lonely_gateway(settings: GatewaySettings) -> AsyncIterator[Gateway]:
                 peer = await peers.add_decode()
                 await eventually(lambda: bool(gateway.directory.llms))
                 peer.heartbeat.cancel()
-                await registry.deregister("d", peer.info.incarnation)
+                await registry.leases.deregister("d", peer.info.incarnation)
                 await eventually(lambda: not gateway.shared.view.workers)
             await eventually(lambda: not gateway.directory.connections)
             yield gateway
@@ -191,4 +191,4 @@ async def joined(gateway: Gateway, name: str = OTHER) -> None:
 async def leave(peers: Peers, *names: str) -> None:
     for name in names:
         await peers.workers[name].die()
-        await peers.registry.deregister(name, peers.workers.pop(name).info.incarnation)
+        await peers.registry.leases.deregister(name, peers.workers.pop(name).info.incarnation)

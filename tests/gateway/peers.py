@@ -399,7 +399,7 @@ class Peers:
         await self.registry.close()
         self.registry = Registry.connect(redis.url, namespace=namespace, timeout=30.0)
         for peer in self.workers.values():
-            await self.registry.register(peer.info, self._load(), TTL_S)
+            await self.registry.leases.register(peer.info, self._load(), TTL_S)
 
     async def reserved(self) -> int:
         return sum(worker.reserved_blocks + worker.reserved_tokens for worker in await self.registry.workers())
@@ -430,18 +430,18 @@ class Peers:
             layout_hash=layout_of(revision), block_size=16, num_blocks=num_blocks, max_num_seqs=64,
             max_model_len=self.max_model_len, transports=("tcp",), host="test", fingerprint=files.fingerprint,
         )  # fmt: skip
-        await self.registry.register(info, self._load(), TTL_S)
+        await self.registry.leases.register(info, self._load(), TTL_S)
         heartbeat = asyncio.create_task(self._heartbeat(info))
         self.workers[worker_id] = made = Peer(info, server, peer, heartbeat, files)
         for other in self.workers.values():
-            await self.registry.heartbeat(other.info, self._load(), TTL_S)
+            await self.registry.leases.heartbeat(other.info, self._load(), TTL_S)
         return made
 
     async def _heartbeat(self, info: WorkerInfo) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             with contextlib.suppress(Exception):
-                await self.registry.heartbeat(info, self._load(), TTL_S)
+                await self.registry.leases.heartbeat(info, self._load(), TTL_S)
 
 
 def layout_of(revision: str) -> str:

@@ -361,7 +361,7 @@ async def test_tokens_not_written_are_the_tenants_again(
         assert answer.status_code == 200
         written = answer.json()["usage"]["completion_tokens"]
         await eventually(lambda: not len(gateway._background))
-    usage = await gateway._ports.registry.usage("acme")
+    usage = await gateway._ports.registry.limits.usage("acme")
     cached = 3  # by each prompt, the peers say
     assert (usage.requests, usage.prompt_tokens, usage.completion_tokens) == (2, 20, 2 * written)
     assert usage.cached_tokens == 2 * cached
@@ -415,7 +415,7 @@ async def test_without_redis_nobody_is_refused(
     gateway, http = guarded
     key = await limited(requests_per_minute=1)
     nowhere = Registry.connect("redis://127.0.0.1:1", timeout=0.2)
-    monkeypatch.setattr(gateway.shared.allowances, "_registry", nowhere)
+    monkeypatch.setattr(gateway.shared.allowances, "_limits", nowhere.limits)
     for _ in range(3):
         assert (await complete(http, key)).status_code == 200
     await nowhere.close()

@@ -114,7 +114,7 @@ async def test_a_worker_that_comes_back_computes_what_it_had(http: httpx.AsyncCl
     while not first.running:
         await asyncio.sleep(0.01)
     await lost.die()
-    await peers.registry.deregister("p", lost.info.incarnation)
+    await peers.registry.leases.deregister("p", lost.info.incarnation)
     await peers.add_prefill()
     answer = await asked
     assert answer.status_code == 200, answer.text
@@ -158,7 +158,7 @@ async def test_nothing_that_is_sent_is_a_fault_of_ours(http: httpx.AsyncClient) 
 
 async def test_without_prefill_workers_it_is_refused(http: httpx.AsyncClient, peers: Peers) -> None:
     peer = peers.workers["p"]
-    await peers.registry.deregister("p", peer.info.incarnation)
+    await peers.registry.leases.deregister("p", peer.info.incarnation)
     await peer.die()
     answer = await http.post("/v1/embeddings", json={"model": MODEL, "input": "hi"}, headers={"x-request-timeout": "5"})
     assert answer.status_code == 503, answer.text

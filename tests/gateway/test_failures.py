@@ -399,7 +399,7 @@ async def test_a_restarted_decode_worker_serves_at_once(
         await anext(events)
         await old.die()
         if not same_port:
-            await peers.registry.deregister("d", old.info.incarnation)
+            await peers.registry.leases.deregister("d", old.info.incarnation)
         new = await peers.add_decode(port=old.server.port if same_port else 0)
         peers.decode.step_s = 0
         *_, last = [event async for event in events]
@@ -440,7 +440,7 @@ async def test_require_never_falls_back(model_folder: Path, redis: RedisServer, 
     settings = make_settings(redis, disaggregation=Disaggregation.REQUIRE)
     await peers.move_to(redis, settings.namespace)
     await peers.workers["p"].die()
-    await peers.registry.deregister("p", peers.workers["p"].info.incarnation)
+    await peers.registry.leases.deregister("p", peers.workers["p"].info.incarnation)
     async with (
         make_gateway(settings) as gateway,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.http_port}") as http,
@@ -484,10 +484,10 @@ async def test_a_request_waits_a_moment_for_a_lease_to_be_renewed(
     running = asyncio.create_task(post(http, SHORT | {"max_tokens": 60, "ignore_eos": True}))
     await eventually(lambda: bool(peers.decode.held))
     peers.workers["d"].heartbeat.cancel()
-    await peers.registry.heartbeat(info, peers._load(), 0.3)  # the last one for longer than that
+    await peers.registry.leases.heartbeat(info, peers._load(), 0.3)  # the last one for longer than that
     await eventually(lambda: all(worker.info.worker_id != "d" for worker in gateway.shared.view.workers))
     waiting = asyncio.create_task(post(http, SHORT))
     await asyncio.sleep(0.2)
     assert not waiting.done()
-    await peers.registry.heartbeat(info, peers._load(), 60.0)
+    await peers.registry.leases.heartbeat(info, peers._load(), 60.0)
     assert [(await one).status_code for one in (waiting, running)] == [200, 200]

@@ -238,7 +238,7 @@ async def test_fingerprints_of_another_shape_are_refused_by_name(
     known = peers.workers[f"{MODEL}-d"].info
     for i, fingerprint in enumerate(["..", "../../x", "/etc", "x" * 32, "A" * 32, "a" * 64, "\0", "a\n"]):
         odd = replace(known, worker_id=f"odd-{i}", incarnation=f"{i:032x}", fingerprint=fingerprint, model=OTHER)
-        await peers.registry.register(odd, LOAD, 30.0)
+        await peers.registry.leases.register(odd, LOAD, 30.0)
         await eventually(lambda name=f"odd-{i}": "no fingerprint" in gateway.directory.problems.get(name, ""))
     assert gateway.directory.names == [MODEL]
     assert removed == []

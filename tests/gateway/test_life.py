@@ -91,7 +91,7 @@ async def test_metrics(http: httpx.AsyncClient, peers: Peers, gateway: Gateway) 
 
 
 async def test_fallbacks_are_counted_by_reason(http: httpx.AsyncClient, peers: Peers) -> None:
-    await peers.registry.deregister("p", peers.workers["p"].info.incarnation)
+    await peers.registry.leases.deregister("p", peers.workers["p"].info.incarnation)
     peers.workers["p"].heartbeat.cancel()
     await http.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
     found = metrics_of((await http.get("/metrics")).text)
@@ -215,10 +215,10 @@ async def test_what_a_killed_gateway_had_reserved_is_released(
         assert await peers.reserved() > 0
 
         async def announced() -> bool:
-            return [address.model for address in await peers.registry.gateways()] == [MODEL]
+            return [address.model for address in await peers.registry.gateways.live()] == [MODEL]
 
         await eventually(announced)
-        (address,) = await peers.registry.gateways()
+        (address,) = await peers.registry.gateways.live()
         assert (address.model, address.http) == (MODEL, f"127.0.0.1:{settings.http_port}")
         process.kill()
         ends = await asyncio.gather(*requests, return_exceptions=True)
@@ -228,7 +228,7 @@ async def test_what_a_killed_gateway_had_reserved_is_released(
         return await peers.reserved() == 0
 
     await eventually(released)
-    assert await peers.registry.gateways() == []
+    assert await peers.registry.gateways.live() == []
 
 
 async def test_the_doctor_asks_every_gateway_also_where_they_share_ports(
@@ -241,7 +241,7 @@ async def test_the_doctor_asks_every_gateway_also_where_they_share_ports(
         await eventually(lambda: other.readiness()[0])
 
         async def announced() -> bool:
-            return len(await peers.registry.gateways()) == 2
+            return len(await peers.registry.gateways.live()) == 2
 
         await eventually(announced)
         other.directory.llm_of(None).pool.connections[0].stream.attach("lost")
@@ -266,7 +266,7 @@ async def test_a_port_that_it_chooses_is_announced(settings: GatewaySettings, pe
             assert (await http.get("/health")).status_code == 200
 
         async def announced() -> bool:
-            found = {address.http for address in await peers.registry.gateways()}
+            found = {address.http for address in await peers.registry.gateways.live()}
             return found == {f"127.0.0.1:{gateway.http_port}" for gateway in (one, other)}
 
         await eventually(announced)

@@ -93,7 +93,7 @@ async def test_a_gateway_exposes_the_catalogue_and_nothing_else(auto: httpx.Asyn
 async def test_what_there_is_to_scrape(auto: httpx.AsyncClient, peers: Peers) -> None:
     await peers.registry.sweep("10.0.0.9:9090")
     other = replace(peers.workers["d"].info, worker_id="d2", incarnation="new", metrics_address="10.0.0.2:9090")
-    await peers.registry.register(other, peers._load(), 60)
+    await peers.registry.leases.register(other, peers._load(), 60)
     own = str(auto.base_url).removeprefix("http://")
     expected = [
         {"targets": [own], "labels": {"component": "gateway"}},
@@ -125,7 +125,7 @@ async def test_auto_that_wanted_a_prefill_worker_and_got_none_is_one(auto: httpx
     peers.prefill.refuse = grpc.StatusCode.UNAVAILABLE
     assert await ways(auto, LONG) == ["local"]
     await peers.workers["p"].die()
-    await peers.registry.deregister("p", peers.workers["p"].info.incarnation)
+    await peers.registry.leases.deregister("p", peers.workers["p"].info.incarnation)
     assert await ways(auto, LONG) == ["local"]
     assert fallbacks((await auto.get("/metrics")).text) == [
         'tandem_fallbacks_total{path="local",reason="worker_lost"} 1.0',
@@ -230,7 +230,7 @@ async def test_workers_that_come_count_as_starts_once(auto: httpx.AsyncClient, p
     first = await said()
     assert (first[starts], first[live], first["tandem_registry_reached"]) == (0, 1, 1)
     info = replace(peers.workers["d"].info, worker_id="d2", incarnation="new")
-    await peers.registry.register(info, peers._load(), 60)
+    await peers.registry.leases.register(info, peers._load(), 60)
     async with asyncio.timeout(30):
         while (await said())[live] != 2:
             await asyncio.sleep(0.05)

@@ -26,7 +26,7 @@ REQUEST = RouteRequest("r", range(100), "", 16, 60.0)
 @pytest.fixture
 async def view(registry: Registry) -> AsyncIterator[ClusterView]:
     for name, place in PLACES.items():
-        await registry.register(worker_info(name, Role.DECODE, **place), worker_load(), TTL)
+        await registry.leases.register(worker_info(name, Role.DECODE, **place), worker_load(), TTL)
     await prefill(registry)
     async with viewing(registry) as found:
         yield found
@@ -34,7 +34,7 @@ async def view(registry: Registry) -> AsyncIterator[ClusterView]:
 
 async def prefill(registry: Registry, **rates: float) -> None:
     linked = tuple(f"{name}-first" for name in PLACES)
-    await registry.register(worker_info("p0", Role.PREFILL, **HERE), worker_load(linked=linked, **rates), TTL)
+    await registry.leases.register(worker_info("p0", Role.PREFILL, **HERE), worker_load(linked=linked, **rates), TTL)
 
 
 def choose(router: OfflineRouter, *exclude: str) -> Route:

@@ -64,7 +64,7 @@ async def many(http: httpx.AsyncClient, count: int) -> Counter[tuple[str, str]]:
 async def leave(gateway: Gateway, peers: Peers, *names: str) -> None:
     for name in names:
         await peers.workers[name].die()
-        await peers.registry.deregister(name, peers.workers[name].info.incarnation)
+        await peers.registry.leases.deregister(name, peers.workers[name].info.incarnation)
     await eventually(lambda: {w.info.worker_id for w in gateway.directory.llm_of(None).pool.workers}.isdisjoint(names))
 
 

@@ -17,8 +17,8 @@ from services.gateway.settings import Disaggregation
 from tandem.block_hash import block_hashes, root_hash
 from tandem.local import RedisServer
 from tandem.registry import THIS_RELEASE, BlockReplica, ClusterView, ModelKey, Registry, Role
-from tandem.registry.connection import RedisConnection
-from tandem.registry.scripts import FORMAT
+from tandem.registry.wire.connection import RedisConnection
+from tandem.registry.wire.scripts import FORMAT
 from tests.gateway.conftest import eventually, make_settings
 from tests.gateway.peers import MODEL as TINY
 from tests.gateway.peers import Peers
@@ -65,8 +65,8 @@ async def routing(server: RedisServer) -> AsyncIterator[Routing]:
 
 
 async def test_cached_tokens_are_found_by_the_prompts_tokens_and_salt(routing: Routing) -> None:
-    await routing.registry.publish_blocks("p1", "p1-first", hashes(), [])
-    await routing.registry.publish_blocks("d1", "d1-first", hashes()[:2], [])
+    await routing.registry.leases.publish_blocks("p1", "p1-first", hashes(), [])
+    await routing.registry.leases.publish_blocks("d1", "d1-first", hashes()[:2], [])
     await routing.see()
     route = await routing.router.choose(wanted(), ())
     assert route.prefill is not None
@@ -93,8 +93,8 @@ async def test_a_model_that_another_release_alone_serves_is_refused_with_both_na
 
 
 async def test_without_redis_hits_and_own_work_decide(routing: Routing, server: RedisServer) -> None:
-    await routing.registry.publish_blocks("p1", "p1-first", hashes(), [])
-    await routing.registry.publish_blocks("d0", "d0-first", hashes(), [])
+    await routing.registry.leases.publish_blocks("p1", "p1-first", hashes(), [])
+    await routing.registry.leases.publish_blocks("d0", "d0-first", hashes(), [])
     await routing.see()
     server.kill()
     route = await routing.router.choose(wanted(), ())
@@ -110,8 +110,8 @@ async def test_without_redis_hits_and_own_work_decide(routing: Routing, server: 
 
 async def test_without_redis_a_stuck_worker_is_chosen_only_where_all_are(routing: Routing, server: RedisServer) -> None:
     links = ("d0-first", "d1-first")
-    await routing.registry.heartbeat(worker_info("p0", Role.PREFILL), worker_load(stuck=True, linked=links), TTL)
-    await routing.registry.heartbeat(worker_info("d1", Role.DECODE), worker_load(stuck=True), TTL)
+    await routing.registry.leases.heartbeat(worker_info("p0", Role.PREFILL), worker_load(stuck=True, linked=links), TTL)
+    await routing.registry.leases.heartbeat(worker_info("d1", Role.DECODE), worker_load(stuck=True), TTL)
     await routing.see()
     server.kill()
     routes = [await routing.router.choose(wanted(), ()) for _ in range(4)]
@@ -125,7 +125,7 @@ async def test_another_choice_of_a_prompt_does_not_follow_the_first_to_a_stuck_w
     second = replace(wanted(), holder="d0-first")
     await routing.see()
     assert (await routing.router.choose(second, ())).decode.info.worker_id == "d0"
-    await routing.registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(stuck=True), TTL)
+    await routing.registry.leases.heartbeat(worker_info("d0", Role.DECODE), worker_load(stuck=True), TTL)
     await routing.see()
     assert (await routing.router.choose(second, ())).decode.info.worker_id == "d1"
 
@@ -133,10 +133,10 @@ async def test_another_choice_of_a_prompt_does_not_follow_the_first_to_a_stuck_w
 async def test_hits_of_a_worker_that_started_again_are_forgotten_without_redis(
     routing: Routing, server: RedisServer
 ) -> None:
-    await routing.registry.publish_blocks("p1", "p1-first", hashes(), [])
+    await routing.registry.leases.publish_blocks("p1", "p1-first", hashes(), [])
     await routing.see()
     info = worker_info("p1", Role.PREFILL, "second")
-    await routing.registry.register(info, worker_load(linked=("d0-first", "d1-first")), TTL)
+    await routing.registry.leases.register(info, worker_load(linked=("d0-first", "d1-first")), TTL)
     await routing.view.refresh()
     server.kill()
     route = await routing.router.choose(wanted(), ())
@@ -146,7 +146,7 @@ async def test_hits_of_a_worker_that_started_again_are_forgotten_without_redis(
 async def test_the_replica_is_seen_in_metrics(gateway: Gateway, peers: Peers, http: httpx.AsyncClient) -> None:
     info = peers.workers["p"].info
     names = [number.to_bytes(16, "little") for number in range(10)]
-    await peers.registry.publish_blocks("p", info.incarnation, names, [])
+    await peers.registry.leases.publish_blocks("p", info.incarnation, names, [])
 
     async def told() -> bool:
         found = metrics_of((await http.get("/metrics")).text)

@@ -179,7 +179,7 @@ async def test_tandem_set_changes_gateways_and_workers_of_the_registry(
         f"--namespace={settings.namespace}",
     ]  # fmt: skip
     async with asyncio.timeout(30):
-        while not await gateway._ports.registry.gateways():
+        while not await gateway._ports.registry.gateways.live():
             await asyncio.sleep(0.05)
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     said, _ = await process.communicate()

@@ -27,7 +27,7 @@ from redis import Redis
 from tandem.local import RedisServer
 from tandem.metrics import KVSTORE
 from tandem.registry import Registry, Role
-from tandem.registry.scripts import key_prefix
+from tandem.registry.wire.scripts import key_prefix
 from tandem.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.registry.cluster import worker_info, worker_load
 
@@ -179,7 +179,7 @@ def test_what_it_measures(tmp_path: Path, own_redis: RedisServer) -> None:
 
 async def register_one(url: str) -> None:
     registry = Registry.connect(url)
-    await registry.register(worker_info("d0", Role.DECODE), worker_load(), 1000.0)
+    await registry.leases.register(worker_info("d0", Role.DECODE), worker_load(), 1000.0)
     await registry.close()
 
 

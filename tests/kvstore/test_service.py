@@ -36,10 +36,10 @@ async def test_workers_are_listed_with_load_and_reservations(
     stub: kvstore_pb2_grpc.KVStoreServiceAsyncStub, registry: Registry
 ) -> None:
     assert not (await stub.ListWorkers(kvstore_pb2.ListWorkersRequest(), timeout=30)).workers
-    await registry.register(worker_info("d0", Role.DECODE), worker_load(num_running=3, free_blocks=60), 30)
+    await registry.leases.register(worker_info("d0", Role.DECODE), worker_load(num_running=3, free_blocks=60), 30)
     load = worker_load(num_waiting=2, linked=("d0-first",))
-    await registry.register(worker_info("p0", Role.PREFILL), load, 30)
-    await registry.select_and_reserve(
+    await registry.leases.register(worker_info("p0", Role.PREFILL), load, 30)
+    await registry.reservations.select_and_reserve(
         request_id="r", model="demo", prompt_tokens=40, max_new_tokens=8, prefill="require", ttl=30
     )
     decode, prefill = (await stub.ListWorkers(kvstore_pb2.ListWorkersRequest(), timeout=30)).workers
@@ -57,8 +57,8 @@ async def test_blocks_are_located_in_the_order_asked(
     stub: kvstore_pb2_grpc.KVStoreServiceAsyncStub, registry: Registry
 ) -> None:
     await register_pool(registry)
-    await registry.publish_blocks("d0", "d0-first", [A], [])
-    await registry.publish_blocks("p0", "p0-first", [A], [])
+    await registry.leases.publish_blocks("d0", "d0-first", [A], [])
+    await registry.leases.publish_blocks("p0", "p0-first", [A], [])
     response = await stub.LocateBlocks(kvstore_pb2.LocateBlocksRequest(block_hashes=[B, A]), timeout=30)
     assert [(found.block_hash, list(found.worker_ids)) for found in response.locations] == [(B, []), (A, ["d0", "p0"])]
 

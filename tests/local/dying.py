@@ -19,7 +19,7 @@ async def register(worker_id: str, at: str) -> None:
     registry = Registry.connect(os.environ["TANDEM_REDIS_URL"], timeout=30.0)
     incarnation = uuid4().hex
     info = worker_info(worker_id, Role.DECODE, incarnation, grpc_address=at, process=this_process())
-    await registry.register(info, worker_load(), LEASE_S)
+    await registry.leases.register(info, worker_load(), LEASE_S)
     await registry.close()
 
 

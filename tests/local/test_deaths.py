@@ -76,7 +76,7 @@ async def test_who_lives_keeps_its_lease_when_another_of_its_name_dies() -> None
     with RedisServer.start() as redis:
         registry = Registry.connect(redis.url, timeout=30.0)
         lives = worker_info("d0", Role.DECODE, process=this_process())
-        await registry.register(lives, worker_load(), 30.0)
+        await registry.leases.register(lives, worker_load(), 30.0)
         await report_death({"worker_id": "d0", "redis_url": redis.url}, "SIGKILL")
         assert [worker.info for worker in await registry.workers()] == [lives]
         await registry.close()

@@ -31,8 +31,8 @@ def info(name: str, role: Role) -> WorkerInfo:
 async def register(url: str) -> None:
     registry = Registry.connect(url, namespace="top")
     try:
-        await registry.register(info("decode-0", Role.DECODE), LOAD, 600.0)
-        await registry.register(info("prefill-0", Role.PREFILL), replace(LOAD, linked=("of decode-0",)), 600.0)
+        await registry.leases.register(info("decode-0", Role.DECODE), LOAD, 600.0)
+        await registry.leases.register(info("prefill-0", Role.PREFILL), replace(LOAD, linked=("of decode-0",)), 600.0)
     finally:
         await registry.close()
 

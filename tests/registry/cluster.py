@@ -19,7 +19,7 @@ from tandem.registry import (
     WorkerInfo,
     WorkerLoad,
 )
-from tandem.registry.scripts import key_prefix
+from tandem.registry.wire.scripts import key_prefix
 
 MODEL = "demo"
 REVISION = "r1"
@@ -47,9 +47,9 @@ async def register_pool(registry: Registry, prefill: int = 1, decode: int = 1, t
     """p0, p1 … and d0, d1 …, every pair linked."""
     incarnations = tuple(f"d{i}-first" for i in range(decode))
     for i in range(decode):
-        await registry.register(worker_info(f"d{i}", Role.DECODE), worker_load(), ttl)
+        await registry.leases.register(worker_info(f"d{i}", Role.DECODE), worker_load(), ttl)
     for i in range(prefill):
-        await registry.register(worker_info(f"p{i}", Role.PREFILL), worker_load(linked=incarnations), ttl)
+        await registry.leases.register(worker_info(f"p{i}", Role.PREFILL), worker_load(linked=incarnations), ttl)
 
 
 async def end_client_leases(redis: Redis, namespace: str) -> None:

@@ -30,15 +30,15 @@ async def test_workers_that_hold_the_adapter_are_preferred(registry: Registry) -
     adapted = [generations["p1"], generations["d2"]]
 
     async def choose(name: str) -> tuple[str, str]:
-        route = await registry.select_and_reserve(
+        route = await registry.reservations.select_and_reserve(
             request_id=name, model=MODEL, prompt_tokens=BLOCK_SIZE, max_new_tokens=1, prefill="require",
             adapted=adapted, ttl=TTL,
         )  # fmt: skip
-        await registry.release(route.reservation_id)
+        await registry.reservations.release(route.reservation_id)
         assert route.prefill is not None
         return route.prefill.info.worker_id, route.decode.info.worker_id
 
     assert {await choose(f"r{i}") for i in range(6)} == {("p1", "d2")}
     busy = worker_load(queued_tokens=100_000, linked=tuple(f"d{i}-first" for i in range(3)))
-    await registry.heartbeat(worker_info("p1", Role.PREFILL), busy, TTL)
+    await registry.leases.heartbeat(worker_info("p1", Role.PREFILL), busy, TTL)
     assert (await choose("later"))[0] != "p1"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tandem.registry import RegistryUnavailable
-from tandem.registry.batching import CALLS_AT_ONCE, CallBatcher
+from tandem.registry.wire.batching import CALLS_AT_ONCE, CallBatcher
 from tests.simulation.world import World
 
 pytestmark = pytest.mark.fast

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.registry.block_index import SHARDS, BlockIndex, names_of, slots_of
+from tandem.registry.blocks.index import SHARDS, BlockIndex, names_of, slots_of
 
 pytestmark = pytest.mark.fast
 

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from tandem.local import RedisServer
 from tandem.registry import BlockReplica, Limits, Registry, RegistryUnavailable
-from tandem.registry.address import RedisAddress
+from tandem.registry.wire.address import RedisAddress
 from tests.registry.cluster import MODEL, known_prefix, register_pool
 
 
@@ -29,7 +29,7 @@ async def test_user_password_and_database_are_as_the_url_says(guarded: str) -> N
     registry = Registry.connect(f"redis://tandem:%2Ba%20p%3Ass@{guarded}/3", timeout=30.0)
     await register_pool(registry)
     async with registry.changes() as changes:
-        await registry.deregister("p0", "p0-first")
+        await registry.leases.deregister("p0", "p0-first")
         assert await changes.wait(2.0)
         assert not await changes.wait(0.01)
     assert len(await registry.workers()) == 1
@@ -50,20 +50,20 @@ async def test_the_rights_that_docs_name_are_enough(own_redis: RedisServer) -> N
     async with registry.changes() as changes:
         await register_pool(registry)
         assert await changes.wait(2.0)
-    await registry.publish_blocks("d0", "d0-first", [b"a" * 16], [])
+    await registry.leases.publish_blocks("d0", "d0-first", [b"a" * 16], [])
     replica = BlockReplica(registry.block_feed)
     await replica.refresh()
     assert len(replica) == 1
-    route = await registry.select_and_reserve(
+    route = await registry.reservations.select_and_reserve(
         request_id="r", model=MODEL, prompt_tokens=40, max_new_tokens=8, prefill="require", ttl=5.0,
         prefix=await known_prefix(registry, [b"a" * 16, b"b" * 16]),
     )  # fmt: skip
-    assert await registry.release(route.reservation_id)
-    taken = await registry.take("t", Limits(1, 100, 1, 1.0), request_id="r", tokens=5, cost=0.1, ttl=5.0)
-    await registry.settle(taken, 1, 1, 0.1)
-    assert (await registry.usage("t")).requests == 1
+    assert await registry.reservations.release(route.reservation_id)
+    taken = await registry.limits.take("t", Limits(1, 100, 1, 1.0), request_id="r", tokens=5, cost=0.1, ttl=5.0)
+    await registry.limits.settle(taken, 1, 1, 0.1)
+    assert (await registry.limits.usage("t")).requests == 1
     assert await registry.locate([b"a" * 16]) == [["d0"]]
-    await registry.deregister("p0", "p0-first")
+    await registry.leases.deregister("p0", "p0-first")
     await registry.sweep()
     assert (await registry.check_integrity()).violations == ()
     await registry.close()

@@ -19,9 +19,9 @@ from redis.asyncio import Redis
 
 from tandem.local import RedisServer
 from tandem.registry import GatewayAddress, Limits, NoWorkers, Registry, Role
-from tandem.registry.connection import RedisConnection
-from tandem.registry.resp import Argument
-from tandem.registry.scripts import key_prefix
+from tandem.registry.wire.connection import RedisConnection
+from tandem.registry.wire.resp import Argument
+from tandem.registry.wire.scripts import key_prefix
 from tests.registry.cluster import (
     BLOCK_SIZE,
     MODEL,
@@ -40,7 +40,7 @@ ROUNDS = 10
 
 
 async def reserve(registry: Registry, tokens: int = 40, ttl: float = TTL, prefill: str = "require") -> str:
-    route = await registry.select_and_reserve(
+    route = await registry.reservations.select_and_reserve(
         request_id="r", model=MODEL, prompt_tokens=tokens, max_new_tokens=8, prefill=prefill, ttl=ttl  # type: ignore[arg-type]
     )  # fmt: skip
     return route.reservation_id
@@ -61,8 +61,10 @@ async def test_many_clients_reserve_and_release_at_once(registry: Registry, conn
             one, other = chance.sample(clients, 2)
             reservation = await reserve(one, tokens=chance.randrange(1, 400))
             if chance.random() < 0.5:
-                assert await other.release(reservation, prefill_done_only=True)
-            freed += sum(await asyncio.gather(one.release(reservation), other.release(reservation)))
+                assert await other.reservations.release(reservation, prefill_done_only=True)
+            freed += sum(
+                await asyncio.gather(one.reservations.release(reservation), other.reservations.release(reservation))
+            )
         return freed
 
     freed = await asyncio.gather(*(request(number) for number in range(TASKS)))
@@ -75,8 +77,8 @@ async def test_counters_equal_what_is_outstanding(registry: Registry) -> None:
     reservations = await asyncio.gather(*(reserve(registry, tokens=40) for _ in range(50)))
     assert len(set(reservations)) == 50
     assert await totals(registry) == (50 * 40, 50 * 3)
-    await asyncio.gather(*(registry.release(r, prefill_done_only=True) for r in reservations[:20]))
-    await asyncio.gather(*(registry.release(r) for r in reservations[40:]))
+    await asyncio.gather(*(registry.reservations.release(r, prefill_done_only=True) for r in reservations[:20]))
+    await asyncio.gather(*(registry.reservations.release(r) for r in reservations[40:]))
     assert await totals(registry) == (20 * 40, 40 * 3)
 
 
@@ -88,7 +90,7 @@ async def test_a_reservation_ends_by_itself(registry: Registry) -> None:
         return await totals(registry) == (0, 0)
 
     await eventually(back, "reservation expired")
-    assert not await registry.release(reservation)
+    assert not await registry.reservations.release(reservation)
 
 
 async def test_reservations_of_a_dead_client_end_with_its_lease(
@@ -97,10 +99,10 @@ async def test_reservations_of_a_dead_client_end_with_its_lease(
     await register_pool(registry)
     other = await reserve(registry)
     dead = Registry.connect(redis_server.url, namespace=namespace, client_lease_s=6.0, timeout=30.0)
-    dead.announce(lambda: (GatewayAddress("m", "10.0.0.1:8000", "10.0.0.1:50051"), {}))
+    dead.gateways.announce(lambda: (GatewayAddress("m", "10.0.0.1:8000", "10.0.0.1:50051"), {}))
     for _ in range(3):
         await reserve(dead)
-    holding = asyncio.create_task(dead.hold_client_lease())
+    holding = asyncio.create_task(dead.gateways.hold())
     ends = dict(await redis.zrange(clients := f"{key_prefix(namespace)}clients", 0, -1, withscores=True))
 
     async def renewed() -> bool:
@@ -109,16 +111,16 @@ async def test_reservations_of_a_dead_client_end_with_its_lease(
 
     await eventually(renewed, "the lease is renewed")
     assert await totals(registry) == (4 * 40, 4 * 3), "held as long as it is renewed"
-    assert await registry.gateways() == [GatewayAddress("m", "10.0.0.1:8000", "10.0.0.1:50051")]
+    assert await registry.gateways.live() == [GatewayAddress("m", "10.0.0.1:8000", "10.0.0.1:50051")]
     holding.cancel()
     await end_client_leases(redis, namespace)
     assert await totals(registry) == (40, 3)
-    assert await registry.gateways() == []
+    assert await registry.gateways.live() == []
     await reserve(dead)
     assert await totals(registry) == (80, 6), "a client that comes back reserves anew"
     await dead.close()
     assert await totals(registry) == (40, 3), "a client that closes releases everything"
-    await registry.release(other)
+    await registry.reservations.release(other)
 
 
 async def test_no_call_releases_all_that_a_busy_dead_client_had(
@@ -133,14 +135,14 @@ async def test_no_call_releases_all_that_a_busy_dead_client_had(
     left = [(await totals(registry))[0] // 40 for _ in range(5)]
     assert left == [745, 489, 233, 1, 1]
     assert (await registry.check_integrity()).violations == ()
-    await registry.release(kept)
+    await registry.reservations.release(kept)
     assert not [key async for key in redis.scan_iter(f"{key_prefix(namespace)}reserved:*")]
     await dead.close()
 
 
 async def test_sweeping_finds_what_no_call_has_found(registry: Registry, redis: Redis, namespace: str) -> None:
     await register_pool(registry)
-    await registry.publish_blocks("d0", "d0-first", [b"a" * 16, b"b" * 16], [])
+    await registry.leases.publish_blocks("d0", "d0-first", [b"a" * 16, b"b" * 16], [])
     for _ in range(600):
         await reserve(registry)
     keys = key_prefix(namespace)
@@ -172,7 +174,7 @@ async def test_a_cancelled_call_keeps_nothing(registry: Registry) -> None:
         call.cancel()
         (outcome,) = await asyncio.gather(call, return_exceptions=True)
         if isinstance(outcome, str):
-            await registry.release(outcome)
+            await registry.reservations.release(outcome)
 
     async def back() -> bool:
         return await totals(registry) == (0, 0)
@@ -228,12 +230,12 @@ async def test_a_choice_that_arrives_behind_its_release_reserves_nothing(
     await register_pool(registry)
     connection = LateConnection(redis_server, namespace, "select")
     gateway = Registry(connection)
-    assert await gateway.release(await reserve(gateway))
+    assert await gateway.reservations.release(await reserve(gateway))
     assert connection.late is not None
     _, (status, why, *_) = await connection.late()
     assert (status, why) == ("none", "the reservation was given up")
     assert await totals(registry) == (0, 0)
-    assert not gateway._doubtful
+    assert not gateway.reservations._doubtful
     await gateway.close()
 
 
@@ -242,17 +244,17 @@ async def test_a_taking_that_arrives_behind_its_settlement_takes_nothing(
 ) -> None:
     connection = LateConnection(redis_server, namespace, "take")
     gateway, limits = Registry(connection), Limits(concurrent_requests=1, tokens_per_minute=100)
-    taken = await gateway.take("t", limits, request_id="r", tokens=60, cost=0.0, ttl=60.0)
+    taken = await gateway.limits.take("t", limits, request_id="r", tokens=60, cost=0.0, ttl=60.0)
     assert taken.tokens_left == 40
     assert connection.late is not None
     _, lacks, *again = await connection.late()
     assert lacks == ""
     assert again[3] >= 40, "taken once"
-    await gateway.settle(taken, 10, 10, 0.0)
+    await gateway.limits.settle(taken, 10, 10, 0.0)
     await connection.late()
-    after = await registry.take("t", limits, request_id="r2", tokens=60, cost=0.0, ttl=60.0)
+    after = await registry.limits.take("t", limits, request_id="r2", tokens=60, cost=0.0, ttl=60.0)
     assert not after.lacks
-    await registry.settle(after, 0, 0, 0.0)
+    await registry.limits.settle(after, 0, 0, 0.0)
     await gateway.close()
 
 
@@ -263,9 +265,9 @@ async def test_what_was_asked_before_redis_lost_its_memory_holds_nothing_after(
     await register_pool(registry)
     selects, takes = (LateConnection(redis_server, namespace, name) for name in ("select", "take"))
     chooser, taker, limits = Registry(selects), Registry(takes), Limits(concurrent_requests=1)
-    await chooser.release(await reserve(chooser))
-    taken = await taker.take("t", limits, request_id="r", tokens=60, cost=0.0, ttl=60.0)
-    await taker.settle(taken, 10, 10, 0.0)
+    await chooser.reservations.release(await reserve(chooser))
+    taken = await taker.limits.take("t", limits, request_id="r", tokens=60, cost=0.0, ttl=60.0)
+    await taker.limits.settle(taken, 10, 10, 0.0)
     await redis.delete(*await redis.keys(f"{{{namespace}}}:*"))
     await register_pool(registry)
     assert selects.late is not None
@@ -274,10 +276,10 @@ async def test_what_was_asked_before_redis_lost_its_memory_holds_nothing_after(
     assert [await selects.late(), await takes.late()] == [[epoch], [epoch]]
     assert await totals(registry) == (0, 0)
     for client in (chooser, taker):  # and are served at once
-        assert await client.release(await reserve(client))
-        again = await client.take("t", limits, request_id="r", tokens=60, cost=0.0, ttl=60.0)
+        assert await client.reservations.release(await reserve(client))
+        again = await client.limits.take("t", limits, request_id="r", tokens=60, cost=0.0, ttl=60.0)
         assert not again.lacks
-        await client.settle(again, 10, 10, 0.0)
+        await client.limits.settle(again, 10, 10, 0.0)
         await client.close()
 
 
@@ -356,14 +358,14 @@ class Books(RuleBasedStateMachine):
         role = Role.PREFILL if worker_id.startswith("p") else Role.DECODE
         links = tuple(str(n) for n in range(200)) if role is Role.PREFILL else ()
         info = worker_info(worker_id, role, str(self.starts))
-        self.loop.run(self.registry.register(info, worker_load(linked=links), TTL))
+        self.loop.run(self.registry.leases.register(info, worker_load(linked=links), TTL))
         self.model.forget_worker(worker_id)
         self.model.incarnation[worker_id] = self.starts
 
     @rule(worker_id=WORKERS)
     def leave(self, worker_id: str) -> None:
         incarnation = self.model.incarnation.get(worker_id, 0)
-        self.loop.run(self.registry.deregister(worker_id, str(incarnation)))
+        self.loop.run(self.registry.leases.deregister(worker_id, str(incarnation)))
         self.model.forget_worker(worker_id)
 
     @precondition(lambda self: self.model.incarnation)
@@ -397,7 +399,7 @@ class Books(RuleBasedStateMachine):
         reservation = self.made[choice % len(self.made)]
 
         async def release() -> bool:
-            return await self.registry.release(reservation, prefill_done_only=prefill_done_only)
+            return await self.registry.reservations.release(reservation, prefill_done_only=prefill_done_only)
 
         freed = self.loop.run(release())
         assert freed == self.model.release(reservation, prefill_done_only)
@@ -433,7 +435,7 @@ async def test_a_starved_client_keeps_what_it_has_reserved_longer(
 ) -> None:
     await register_pool(registry)
     starved = Registry.connect(redis_server.url, namespace=namespace, client_lease_s=0.5, timeout=30.0)
-    holding = asyncio.create_task(starved.hold_client_lease(lambda: 60.0))
+    holding = asyncio.create_task(starved.gateways.hold(lambda: 60.0))
     await asyncio.sleep(0.1)
     await reserve(starved)
     holding.cancel()

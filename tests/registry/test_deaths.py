@@ -6,7 +6,7 @@ from redis.asyncio import Redis
 
 from tandem.containment.crash_page import Death
 from tandem.registry import Registry
-from tandem.registry.scripts import key_prefix
+from tandem.registry.wire.scripts import key_prefix
 from tests.registry.conftest import Connect
 
 

@@ -17,9 +17,9 @@ from structlog.testing import capture_logs
 from tandem.adapters import AdapterRef
 from tandem.local import RedisServer
 from tandem.registry import THIS_RELEASE, GatewayAddress, NoWorkers, OtherRelease, Registry, Role
-from tandem.registry.connection import RedisConnection
 from tandem.registry.named import parse_adapter
-from tandem.registry.scripts import FORMAT, key_prefix
+from tandem.registry.wire.connection import RedisConnection
+from tandem.registry.wire.scripts import FORMAT, key_prefix
 from tandem.worker.life.succession import stay, succeed
 from tests.registry.cluster import TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.test_select import select
@@ -47,7 +47,7 @@ asyncio.run(main(*sys.argv[1:]))
 def newer(redis_server: RedisServer, namespace: str) -> Registry:
     """A client of a release with the next format, gateway of nothing."""
     registry = Registry(RedisConnection(redis_server.url, namespace, 30.0, NEXT), 1.0)
-    registry.announce(lambda: (GatewayAddress("demo", "g:1", "g:2"), {}))
+    registry.gateways.announce(lambda: (GatewayAddress("demo", "g:1", "g:2"), {}))
     return registry
 
 
@@ -92,7 +92,7 @@ async def test_each_release_names_the_other(registry: Registry, newer: Registry)
 async def test_a_worker_waits_for_gateways_of_another_release_to_go(registry: Registry, newer: Registry) -> None:
     async with asyncio.timeout(20):
         await succeed(registry)  # at once: there are none
-    serving = asyncio.create_task(newer.hold_client_lease())
+    serving = asyncio.create_task(newer.gateways.hold())
     await eventually(lambda: has_gateways(registry), "the other gateway has a lease")
     waiting = asyncio.create_task(succeed(registry))
     _, still = await asyncio.wait({waiting}, timeout=1.5)
@@ -106,7 +106,7 @@ async def test_a_worker_waits_for_gateways_of_another_release_to_go(registry: Re
 async def test_a_worker_waits_no_longer_than_its_bound_and_says_what_follows(
     registry: Registry, newer: Registry
 ) -> None:
-    serving = asyncio.create_task(newer.hold_client_lease())
+    serving = asyncio.create_task(newer.gateways.hold())
     await eventually(lambda: has_gateways(registry), "the other gateway has a lease")
     with capture_logs() as logs:
         async with asyncio.timeout(20):
@@ -123,7 +123,7 @@ async def test_a_worker_waits_no_longer_than_its_bound_and_says_what_follows(
 async def test_a_worker_that_goes_while_another_release_comes_stays_for_gateways_of_its_own(
     registry: Registry, newer: Registry
 ) -> None:
-    serving = asyncio.create_task(newer.hold_client_lease())
+    serving = asyncio.create_task(newer.gateways.hold())
     await eventually(lambda: has_gateways(registry), "the gateway has a lease")
     async with asyncio.timeout(20):
         await stay(newer, 60.0)  # at once: no other release is here
@@ -150,7 +150,7 @@ async def test_the_first_worker_finds_the_adapters_of_the_release_before(registr
     await register_pool(newer)
     assert (await newer.adapters.all()).by_name == {"a": AdapterRef("a", "/a", "r", "demo")}
     await newer.adapters.drop("a")
-    await newer.register(worker_info("d9", Role.DECODE), worker_load(), TTL)
+    await newer.leases.register(worker_info("d9", Role.DECODE), worker_load(), TTL)
     assert (await newer.adapters.all()).by_name == {}
     await newer.close()
 
@@ -198,9 +198,8 @@ def test_what_changed_since_the_last_release_has_another_format(tmp_path: Path) 
 
 def format_of(tree: Path) -> int:
     """0.1.0 had none, which is the first."""
-    found = re.search(
-        r"^FORMAT = (\d+)$", (tree / "tandem/registry/scripts.py").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    (scripts,) = (tree / "tandem/registry").rglob("scripts.py")
+    found = re.search(r"^FORMAT = (\d+)$", scripts.read_text(encoding="utf-8"), re.MULTILINE)
     return int(found[1]) if found else 1
 
 

@@ -9,13 +9,13 @@ from redis.asyncio import Redis
 
 from tandem.local import RedisServer
 from tandem.registry import Limits, Registry, Taken
-from tandem.registry.scripts import key_prefix
+from tandem.registry.wire.scripts import key_prefix
 from tests.registry.cluster import end_client_leases, eventually
 from tests.registry.conftest import Connect
 
 
 async def take(registry: Registry, limits: Limits, tokens: int = 10, cost: float = 0.0, tenant: str = "t") -> Taken:
-    return await registry.take(tenant, limits, request_id="r/1", tokens=tokens, cost=cost, ttl=60.0)
+    return await registry.limits.take(tenant, limits, request_id="r/1", tokens=tokens, cost=cost, ttl=60.0)
 
 
 async def test_no_more_requests_than_a_minute_has_through_any_gateway(connect: Connect) -> None:
@@ -37,10 +37,10 @@ async def test_tokens_come_back_with_time_and_those_not_used_at_once(registry: R
     second = await take(registry, limits, tokens=600)
     assert second.lacks == "tokens"
     assert 0.0 < second.wait_s <= 6.0
-    await registry.settle(first, prompt_tokens=100, completion_tokens=400, cost=0.0)
+    await registry.limits.settle(first, prompt_tokens=100, completion_tokens=400, cost=0.0)
     third = await take(registry, limits, tokens=5400)
     assert third.lacks == ""
-    await registry.settle(first, prompt_tokens=0, completion_tokens=0, cost=0.0)  # once is enough
+    await registry.limits.settle(first, prompt_tokens=0, completion_tokens=0, cost=0.0)  # once is enough
     assert (await take(registry, limits, tokens=2000)).lacks == "tokens"
 
     async def some_back() -> bool:
@@ -54,10 +54,10 @@ async def test_places_are_for_those_inside_and_come_back_from_dead_gateways(
 ) -> None:
     limits = Limits(concurrent_requests=2)
     holding = Registry.connect(redis_server.url, namespace=namespace, client_lease_s=60.0, timeout=30.0)
-    lease = asyncio.create_task(holding.hold_client_lease())
+    lease = asyncio.create_task(holding.gateways.hold())
     taken = [await take(holding, limits) for _ in range(3)]
     assert [one.lacks for one in taken] == ["", "", "concurrent"]
-    await holding.settle(taken[0], 1, 1, 0.0)
+    await holding.limits.settle(taken[0], 1, 1, 0.0)
     assert not (await take(holding, limits)).lacks
     assert (await take(holding, limits)).lacks == "concurrent"
     lease.cancel()
@@ -74,13 +74,13 @@ async def test_the_days_budget_is_for_what_was_used(registry: Registry) -> None:
     second = await take(registry, limits, cost=0.2)
     assert second.lacks == "budget"
     assert 0 < second.wait_s <= 86400
-    assert (await registry.usage("t")).cost == pytest.approx(0.9)
-    await registry.settle(first, prompt_tokens=30, completion_tokens=5, cost=0.25)
-    usage = await registry.usage("t")
+    assert (await registry.limits.usage("t")).cost == pytest.approx(0.9)
+    await registry.limits.settle(first, prompt_tokens=30, completion_tokens=5, cost=0.25)
+    usage = await registry.limits.usage("t")
     assert (usage.requests, usage.prompt_tokens, usage.completion_tokens) == (1, 30, 5)
     assert usage.cost == pytest.approx(0.25)
     assert not (await take(registry, limits, cost=0.7)).lacks
-    assert (await registry.usage("nobody")).cost == 0
+    assert (await registry.limits.usage("nobody")).cost == 0
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ async def test_a_call_given_up_holds_no_place(registry: Registry, redis: Redis, 
         call.cancel()
         (outcome,) = await asyncio.gather(call, return_exceptions=True)
         if isinstance(outcome, Taken):
-            await registry.settle(outcome, 0, 0, 0.0)
+            await registry.limits.settle(outcome, 0, 0, 0.0)
 
     async def empty() -> bool:
         return bool(await redis.zcard(f"{key_prefix(namespace)}inside:t") == 0)

@@ -37,7 +37,7 @@ class Cache:
             self.blocks[name] = None
             self.blocks.move_to_end(name)
         removed = [self.blocks.popitem(last=False)[0] for _ in range(len(self.blocks) - NUM_BLOCKS)]
-        await registry.publish_blocks(self.worker_id, f"{self.worker_id}-first", stored, removed)
+        await registry.leases.publish_blocks(self.worker_id, f"{self.worker_id}-first", stored, removed)
 
 
 def prompts(chance: random.Random) -> list[list[bytes]]:
@@ -53,7 +53,7 @@ async def register(registry: Registry) -> dict[str, Cache]:
     for i in range(PAIRS):
         for name, role, linked in ((f"d{i}", Role.DECODE, ()), (f"p{i}", Role.PREFILL, links)):
             load = worker_load(free_blocks=NUM_BLOCKS, linked=linked)
-            await registry.register(worker_info(name, role, "", **size), load, 60.0)
+            await registry.leases.register(worker_info(name, role, "", **size), load, 60.0)
     return {f"{role}{i}": Cache(f"{role}{i}") for role in "dp" for i in range(PAIRS)}
 
 
@@ -66,7 +66,7 @@ class RegistryClient:
 
     async def request(self, hashes: list[bytes]) -> Route:
         prefix = PromptPrefix.of(REVISION, BLOCK_SIZE, hashes, self.replica.holders(hashes))
-        return await self.registry.select_and_reserve(
+        return await self.registry.reservations.select_and_reserve(
             request_id="r", model=MODEL, prompt_tokens=len(hashes) * BLOCK_SIZE, max_new_tokens=64, prefill="require",
             prefix=prefix, ttl=60.0,
         )  # fmt: skip
@@ -96,7 +96,7 @@ async def hit_rate_and_spread(redis: RedisServer, num_gateways: int) -> tuple[fl
             spread[route.prefill.info.worker_id] += 1
             for place in (route.prefill, route.decode):
                 await caches[place.info.worker_id].keep(registry, hashes)
-        await asyncio.gather(*(registry.release(route.reservation_id) for route in routes))
+        await asyncio.gather(*(registry.reservations.release(route.reservation_id) for route in routes))
         if number % 2:  # reports come later than their requests
             await asyncio.gather(*(gateway.replica.refresh() for gateway in gateways))
     assert (await registry.check_integrity()).violations == ()

@@ -258,7 +258,7 @@ def linked_pairs(able: list[LiveWorker], decodes: list[LiveWorker]) -> Iterator[
 async def ask(registry: Registry, wanted: WantedPair, workers: list[LiveWorker]) -> Route:
     generations = {worker.info.worker_id: worker.generation for worker in workers}
     held = [(count, (generations[name],)) for name, count in wanted.hits.items() if name in generations]
-    return await registry.select_and_reserve(
+    return await registry.reservations.select_and_reserve(
         request_id="r", model=MODEL, prompt_tokens=wanted.prompt_tokens, max_new_tokens=wanted.new_tokens,
         prefill=wanted.policy, prefix=PromptPrefix(REVISION, BLOCK_SIZE, b"", PromptPrefix.of("", 1, (), held).held),
         ttft_target_s=wanted.ttft_target_s, itl_target_s=wanted.itl_target_s, ttl=TTL, exclude=wanted.exclude,
@@ -268,7 +268,9 @@ async def ask(registry: Registry, wanted: WantedPair, workers: list[LiveWorker])
 async def start(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]]) -> Registry:
     registry = Registry.connect(url, namespace=uuid4().hex, timeout=30.0)
     for info, load in cluster:
-        await registry.heartbeat(info, load, TTL)  # which, unlike `register`, takes a lease whatever the KV layout
+        await registry.leases.heartbeat(
+            info, load, TTL
+        )  # which, unlike `register`, takes a lease whatever the KV layout
     return registry
 
 

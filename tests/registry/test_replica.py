@@ -12,8 +12,8 @@ from redis.asyncio import Redis
 
 from tandem.local import RedisServer
 from tandem.registry import BlockReplica, Registry, Role
-from tandem.registry.block_feed import BlockEvent
-from tandem.registry.scripts import key_prefix
+from tandem.registry.blocks.feed import BlockEvent
+from tandem.registry.wire.scripts import key_prefix
 from tests.registry.cluster import TTL, eventually, register_pool, worker_info, worker_load
 from tests.registry.conftest import Connect
 
@@ -49,13 +49,13 @@ async def comes_to(registry: Registry, replica: BlockReplica, hashes: Sequence[b
 
 async def test_a_late_replica_reads_everything_and_then_follows(registry: Registry, connect: Connect) -> None:
     for worker in ("d0", "d1"):
-        await registry.register(worker_info(worker, Role.DECODE, **LARGE), worker_load(), TTL)
-    await registry.publish_blocks("d0", "d0-first", HASHES, [])
+        await registry.leases.register(worker_info(worker, Role.DECODE, **LARGE), worker_load(), TTL)
+    await registry.leases.publish_blocks("d0", "d0-first", HASHES, [])
     async with following(await connect(), check_s=60.0) as replica:
         await comes_to(registry, replica, HASHES, {"d0": 6000})
-        await registry.publish_blocks("d1", "d1-first", HASHES[:50], [])
+        await registry.leases.publish_blocks("d1", "d1-first", HASHES[:50], [])
         await comes_to(registry, replica, HASHES, {"d0": 6000, "d1": 50})
-        await registry.publish_blocks("d0", "d0-first", [], HASHES[40:])
+        await registry.leases.publish_blocks("d0", "d0-first", [], HASHES[40:])
         await comes_to(registry, replica, HASHES, {"d0": 40, "d1": 50})
         assert replica.num_rereads == 2
         assert replica.holders([]) == replica.holders(HASHES[100:]) == []
@@ -65,16 +65,16 @@ async def test_what_ends_holds_nothing_at_once(registry: Registry, connect: Conn
     await register_pool(registry, decode=3)
     async with following(await connect(), check_s=60.0) as replica:
         for worker in ("d0", "d1", "d2"):
-            await registry.publish_blocks(worker, f"{worker}-first", HASHES[:4], [])
+            await registry.leases.publish_blocks(worker, f"{worker}-first", HASHES[:4], [])
         await comes_to(registry, replica, HASHES[:4], dict.fromkeys(("d0", "d1", "d2"), 4))
-        await registry.deregister("d0", "d0-first")
-        await registry.register(worker_info("d1", Role.DECODE, "second"), worker_load(), TTL)
+        await registry.leases.deregister("d0", "d0-first")
+        await registry.leases.register(worker_info("d1", Role.DECODE, "second"), worker_load(), TTL)
 
         async def only_one() -> bool:
             return [len(names) for _, names in replica.holders(HASHES[:4])] == [1]
 
         await eventually(only_one, "no trace of the two that ended")
-        await registry.publish_blocks("d1", "second", HASHES[:2], [])
+        await registry.leases.publish_blocks("d1", "second", HASHES[:2], [])
         await comes_to(registry, replica, HASHES[:4], {"d1": 2, "d2": 4})
 
 
@@ -83,7 +83,7 @@ async def test_a_missed_batch_is_noticed_by_the_next_and_mended(
 ) -> None:
     await register_pool(registry, decode=2)
     async with following(await connect(), check_s=60.0) as replica:
-        await registry.publish_blocks("d0", "d0-first", HASHES[:4], [])
+        await registry.leases.publish_blocks("d0", "d0-first", HASHES[:4], [])
         await comes_to(registry, replica, HASHES[:4], {"d0": 4})
 
         async def all_read() -> bool:
@@ -93,7 +93,7 @@ async def test_a_missed_batch_is_noticed_by_the_next_and_mended(
         worker = f"{key_prefix(namespace)}worker:d0"
         await redis.srem(f"{key_prefix(namespace)}blocks:d0", HASHES[2])
         await redis.hincrby(worker, "block_batches", 1)  # a batch that never reached the stream
-        await registry.publish_blocks("d0", "d0-first", HASHES[10:11], [])
+        await registry.leases.publish_blocks("d0", "d0-first", HASHES[10:11], [])
         await comes_to(registry, replica, HASHES[:4], {"d0": 2})
         assert replica.num_rereads == 4
 
@@ -103,10 +103,10 @@ async def test_a_missed_last_batch_is_found_by_the_check(
 ) -> None:
     """Nothing comes behind it, so its number is seen only in the heads."""
     await register_pool(registry)
-    await registry.publish_blocks("d0", "d0-first", HASHES[:4], [])
+    await registry.leases.publish_blocks("d0", "d0-first", HASHES[:4], [])
     replica = BlockReplica((await connect()).block_feed)
     await replica.refresh()
-    await registry.publish_blocks("d0", "d0-first", HASHES[4:8], HASHES[2:4])
+    await registry.leases.publish_blocks("d0", "d0-first", HASHES[4:8], HASHES[2:4])
     await redis.xtrim(f"{key_prefix(namespace)}events", 0, approximate=False)
     await replica.refresh()
     assert await held(registry, replica, HASHES[:4]) == {"d0": 2}
@@ -115,8 +115,8 @@ async def test_a_missed_last_batch_is_found_by_the_check(
 
 async def test_an_old_snapshot_deletes_nothing_newer(registry: Registry, connect: Connect) -> None:
     """Blocks come and go while a worker is read page by page; what came stays, what went is gone."""
-    await registry.register(worker_info("d0", Role.DECODE, **LARGE), worker_load(), TTL)
-    await registry.publish_blocks("d0", "d0-first", HASHES[:5000], [])
+    await registry.leases.register(worker_info("d0", Role.DECODE, **LARGE), worker_load(), TTL)
+    await registry.leases.publish_blocks("d0", "d0-first", HASHES[:5000], [])
     client = await connect()
     page, changed = client.block_feed.page, 0
 
@@ -124,7 +124,7 @@ async def test_an_old_snapshot_deletes_nothing_newer(registry: Registry, connect
         nonlocal changed
         found = await page(worker_id, generation, cursor)
         stored, removed = HASHES[5000 + 10 * changed : 5010 + 10 * changed], HASHES[4990 - 10 * changed :][:10]
-        await registry.publish_blocks("d0", "d0-first", stored, removed)
+        await registry.leases.publish_blocks("d0", "d0-first", stored, removed)
         changed += 1
         return found
 
@@ -140,16 +140,16 @@ async def test_an_old_snapshot_deletes_nothing_newer(registry: Registry, connect
 
 
 async def test_a_generation_that_ends_while_it_is_read_leaves_nothing(registry: Registry, connect: Connect) -> None:
-    await registry.register(worker_info("d0", Role.DECODE, **LARGE), worker_load(), TTL)
-    await registry.publish_blocks("d0", "d0-first", HASHES[:5000], [])
+    await registry.leases.register(worker_info("d0", Role.DECODE, **LARGE), worker_load(), TTL)
+    await registry.leases.publish_blocks("d0", "d0-first", HASHES[:5000], [])
     client = await connect()
     page = client.block_feed.page
 
     async def page_and_restart(worker_id: str, generation: str, cursor: str):  # type: ignore[no-untyped-def]
         found = await page(worker_id, generation, cursor)
         if cursor == "0":
-            await registry.register(worker_info("d0", Role.DECODE, "second", **LARGE), worker_load(), TTL)
-            await registry.publish_blocks("d0", "second", HASHES[5000:5010], [])
+            await registry.leases.register(worker_info("d0", Role.DECODE, "second", **LARGE), worker_load(), TTL)
+            await registry.leases.publish_blocks("d0", "second", HASHES[5000:5010], [])
         return found
 
     client.block_feed.page = page_and_restart  # type: ignore[method-assign]
@@ -165,14 +165,14 @@ async def test_redis_comes_back_empty_and_the_same_workers_register_again(
 ) -> None:
     registry = Registry.connect(own_redis.url, timeout=30.0)
     await register_pool(registry)
-    await registry.publish_blocks("d0", "d0-first", HASHES[:8], [])
+    await registry.leases.publish_blocks("d0", "d0-first", HASHES[:8], [])
     async with following(registry, check_s=0.2, retry_s=0.05) as replica:
         await comes_to(registry, replica, HASHES[:8], {"d0": 8})
         own_redis.kill()
         assert replica.holders(HASHES[:8]), "served from while Redis is gone"
         with RedisServer.start(own_redis.port):
-            assert await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(), TTL)
-            await registry.publish_blocks("d0", "d0-first", HASHES[:3], [])
+            assert await registry.leases.heartbeat(worker_info("d0", Role.DECODE), worker_load(), TTL)
+            await registry.leases.publish_blocks("d0", "d0-first", HASHES[:3], [])
             await comes_to(registry, replica, HASHES[:8], {"d0": 3})
             assert [count for count, _ in replica.holders(HASHES[:8])] == [3]
     await registry.close()
@@ -223,10 +223,10 @@ async def test_many_changes_by_many_workers_end_in_the_same_picture(registry: Re
             if chance.random() < 0.1 or not starts[worker]:
                 starts[worker] += 1
                 info = worker_info(worker, Role.DECODE, f"{worker}-{starts[worker]}")
-                await registry.register(info, worker_load(), TTL)
+                await registry.leases.register(info, worker_load(), TTL)
             blocks = chance.sample(range(64), 12)
             stored, removed = ([HASHES[i] for i in part] for part in (blocks[:8], blocks[8:]))
-            await registry.publish_blocks(worker, f"{worker}-{starts[worker]}", stored, removed)
+            await registry.leases.publish_blocks(worker, f"{worker}-{starts[worker]}", stored, removed)
 
         async def same() -> bool:
             alive = [len(workers) for workers in await registry.locate(HASHES[:64])]
@@ -236,8 +236,8 @@ async def test_many_changes_by_many_workers_end_in_the_same_picture(registry: Re
 
 
 async def test_more_blocks_than_fit_are_forgotten_and_counted(registry: Registry, connect: Connect) -> None:
-    await registry.register(worker_info("d0", Role.DECODE, **LARGE), worker_load(), TTL)
-    await registry.publish_blocks("d0", "d0-first", HASHES, [])
+    await registry.leases.register(worker_info("d0", Role.DECODE, **LARGE), worker_load(), TTL)
+    await registry.leases.publish_blocks("d0", "d0-first", HASHES, [])
     replica = BlockReplica((await connect()).block_feed, max_blocks=2048)
     await replica.refresh()
     assert len(replica) <= 2048

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.registry.address import RedisAddress
-from tandem.registry.resp import ReplyError, RespConnection
+from tandem.registry.wire.address import RedisAddress
+from tandem.registry.wire.resp import ReplyError, RespConnection
 from tests.fuzzing import fuzzed
 
 pytestmark = pytest.mark.fast

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tandem.registry import Fallback, NoWorkers, PromptPrefix, Registry, RequestTooLarge, Role, Route
-from tandem.registry.scripts import key_prefix
+from tandem.registry.wire.scripts import key_prefix
 from tests.registry.cluster import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -30,7 +30,7 @@ async def select(registry: Registry, **changed: Any) -> Route:
     arguments = {
         "request_id": "r", "model": "demo", "prompt_tokens": 64, "max_new_tokens": 16, "prefill": "require", "ttl": TTL,
     }  # fmt: skip
-    return await registry.select_and_reserve(**{**arguments, **changed})
+    return await registry.reservations.select_and_reserve(**{**arguments, **changed})
 
 
 def names(route: Route) -> tuple[str | None, str]:
@@ -52,14 +52,14 @@ async def test_a_pair_is_chosen_and_room_held_on_both(registry: Registry) -> Non
 async def test_prefill_may_be_released_first_and_each_part_once(registry: Registry) -> None:
     await register_pool(registry)
     reservation = (await select(registry)).reservation_id
-    assert await registry.release(reservation, prefill_done_only=True)
+    assert await registry.reservations.release(reservation, prefill_done_only=True)
     assert await reserved(registry) == {"p0": (0, 0), "d0": (0, 5)}
-    assert not await registry.release(reservation, prefill_done_only=True)
-    assert await registry.release(reservation)
+    assert not await registry.reservations.release(reservation, prefill_done_only=True)
+    assert await registry.reservations.release(reservation)
     assert await reserved(registry) == {"p0": (0, 0), "d0": (0, 0)}
-    assert not await registry.release(reservation)
-    assert not await registry.release("never made")
-    assert not await registry.release("")
+    assert not await registry.reservations.release(reservation)
+    assert not await registry.reservations.release("never made")
+    assert not await registry.reservations.release("")
 
 
 async def test_requests_spread_evenly_over_equal_workers(registry: Registry) -> None:
@@ -73,7 +73,7 @@ async def test_a_slower_reader_gets_its_share(registry: Registry) -> None:
     await register_pool(registry, prefill=2)
     for name, rate in (("p0", 10_000.0), ("p1", 5000.0)):
         load = worker_load(prefill_tokens_per_s=rate, linked=("d0-first",))
-        await registry.heartbeat(worker_info(name, Role.PREFILL), load, TTL)
+        await registry.leases.heartbeat(worker_info(name, Role.PREFILL), load, TTL)
     assert Counter([names(await select(registry))[0] for _ in range(12)]) == {"p0": 8, "p1": 4}
 
 
@@ -83,7 +83,7 @@ async def test_idle_equals_take_turns(registry: Registry) -> None:
     for _ in range(6):
         route = await select(registry)
         seen.append(route.decode.info.worker_id)
-        await registry.release(route.reservation_id)
+        await registry.reservations.release(route.reservation_id)
     assert sorted(seen[:3]) == ["d0", "d1", "d2"]
     assert seen[3:] == seen[:3]
 
@@ -91,14 +91,14 @@ async def test_idle_equals_take_turns(registry: Registry) -> None:
 async def test_reported_load_counts_as_much_as_reserved(registry: Registry) -> None:
     await register_pool(registry, prefill=2, decode=2)
     links = ("d0-first", "d1-first")
-    await registry.heartbeat(worker_info("p0", Role.PREFILL), worker_load(queued_tokens=500, linked=links), TTL)
-    await registry.heartbeat(worker_info("d1", Role.DECODE), worker_load(free_blocks=10), TTL)
+    await registry.leases.heartbeat(worker_info("p0", Role.PREFILL), worker_load(queued_tokens=500, linked=links), TTL)
+    await registry.leases.heartbeat(worker_info("d1", Role.DECODE), worker_load(free_blocks=10), TTL)
     assert names(await select(registry)) == ("p1", "d0")
 
 
 async def test_a_worker_with_room_now_comes_before_one_without(registry: Registry) -> None:
-    await registry.register(worker_info("d0", Role.DECODE, num_blocks=1000), worker_load(free_blocks=4), TTL)
-    await registry.register(worker_info("d1", Role.DECODE), worker_load(num_running=8), TTL)
+    await registry.leases.register(worker_info("d0", Role.DECODE, num_blocks=1000), worker_load(free_blocks=4), TTL)
+    await registry.leases.register(worker_info("d1", Role.DECODE), worker_load(num_running=8), TTL)
     assert names(await select(registry, prefill="never"))[1] == "d1"
 
 
@@ -111,8 +111,8 @@ async def test_a_full_cluster_still_routes(registry: Registry) -> None:
 
 async def test_cached_prefixes_draw_requests_and_shrink_the_work(registry: Registry) -> None:
     await register_pool(registry, prefill=2, decode=2)
-    await registry.publish_blocks("p1", "p1-first", HASHES[:3], [])
-    await registry.publish_blocks("d1", "d1-first", HASHES[:2], [])
+    await registry.leases.publish_blocks("p1", "p1-first", HASHES[:3], [])
+    await registry.leases.publish_blocks("d1", "d1-first", HASHES[:2], [])
     route = await select(registry, prompt_tokens=70, prefix=await known_prefix(registry, HASHES))
     assert names(route) == ("p1", "d1")
     assert (await reserved(registry))["p1"] == (70 - 3 * BLOCK_SIZE, 0)
@@ -121,14 +121,14 @@ async def test_cached_prefixes_draw_requests_and_shrink_the_work(registry: Regis
 
 async def test_a_prefix_counts_only_from_its_start(registry: Registry) -> None:
     await register_pool(registry)
-    await registry.publish_blocks("p0", "p0-first", HASHES[1:], [])
+    await registry.leases.publish_blocks("p0", "p0-first", HASHES[1:], [])
     route = await select(registry, prefix=await known_prefix(registry, HASHES))
     assert route.reason.startswith("remote prefill: 0 prompt tokens")
 
 
 async def test_a_fully_cached_prompt_still_computes_a_token(registry: Registry) -> None:
     await register_pool(registry)
-    await registry.publish_blocks("p0", "p0-first", HASHES, [])
+    await registry.leases.publish_blocks("p0", "p0-first", HASHES, [])
     await select(registry, prefix=await known_prefix(registry, HASHES))
     assert (await reserved(registry))["p0"] == (1, 0)
 
@@ -136,8 +136,8 @@ async def test_a_fully_cached_prompt_still_computes_a_token(registry: Registry) 
 async def test_a_prompt_of_thousands_of_blocks_is_found_whole(registry: Registry) -> None:
     hashes = [i.to_bytes(16, "little") for i in range(5000)]
     info = worker_info("d0", Role.DECODE, num_blocks=6000, max_model_len=100_000)
-    await registry.register(info, worker_load(free_blocks=6000), TTL)
-    await registry.publish_blocks("d0", "d0-first", hashes, [])
+    await registry.leases.register(info, worker_load(free_blocks=6000), TTL)
+    await registry.leases.publish_blocks("d0", "d0-first", hashes, [])
     route = await select(
         registry, prompt_tokens=5000 * 16 + 3, prefill="never", prefix=await known_prefix(registry, hashes)
     )
@@ -155,7 +155,7 @@ async def test_the_next_request_with_a_prefix_follows_the_first_at_once(registry
     other = PromptPrefix.of(REVISION, BLOCK_SIZE, [b"o" * 16])
     assert names(await select(registry, prefix=other))[0] != names(first)[0]
     for route in (first, second):
-        await registry.release(route.reservation_id)
+        await registry.reservations.release(route.reservation_id)
     third = await select(registry, prefix=PREFIX)
     assert names(third)[0] == names(first)[0]
     assert third.reason == "remote prefill: 64 prompt tokens cached there, 64 at decode; required"
@@ -189,7 +189,7 @@ async def test_what_is_no_longer_expected_is_freed_before_it_expires(
 async def test_a_restarted_worker_is_expected_to_hold_nothing(registry: Registry) -> None:
     await register_pool(registry)
     await select(registry, prefix=PREFIX)
-    await registry.register(worker_info("p0", Role.PREFILL, "second"), worker_load(linked=("d0-first",)), TTL)
+    await registry.leases.register(worker_info("p0", Role.PREFILL, "second"), worker_load(linked=("d0-first",)), TTL)
     route = await select(registry, prefix=PREFIX)
     assert route.reason == "remote prefill: 0 prompt tokens cached there, 64 at decode; required"
 
@@ -198,27 +198,27 @@ async def test_a_restarted_worker_is_expected_to_hold_nothing(registry: Registry
 async def test_a_hit_yields_to_load(registry: Registry, elsewhere: int, stays: int, leaves: int) -> None:
     """Sooner to a prefill worker that stands idle than to one that prefills as well."""
     await register_pool(registry, prefill=2)
-    await registry.publish_blocks("p0", "p0-first", HASHES, [])
+    await registry.leases.publish_blocks("p0", "p0-first", HASHES, [])
     for queued, chosen in ((stays, "p0"), (leaves, "p1")):
         for worker, tokens in (("p0", queued), ("p1", elsewhere)):
             load = worker_load(queued_tokens=tokens, linked=("d0-first",))
-            await registry.heartbeat(worker_info(worker, Role.PREFILL), load, TTL)
+            await registry.leases.heartbeat(worker_info(worker, Role.PREFILL), load, TTL)
         route = await select(registry, prefix=await known_prefix(registry, HASHES))
         assert names(route)[0] == chosen
-        await registry.release(route.reservation_id)
+        await registry.reservations.release(route.reservation_id)
 
 
 @pytest.mark.parametrize("other", [{"revision": "r2"}, {"block_size": 32}])
 async def test_workers_of_another_revision_hold_nothing_of_it(registry: Registry, other: dict[str, Any]) -> None:
     await register_pool(registry)
     info = worker_info("p1", Role.PREFILL, **other)
-    await registry.register(info, worker_load(linked=("d0-first",)), TTL)
+    await registry.leases.register(info, worker_load(linked=("d0-first",)), TTL)
     for worker in ("p0", "p1"):
-        await registry.publish_blocks(worker, f"{worker}-first", HASHES, [])
+        await registry.leases.publish_blocks(worker, f"{worker}-first", HASHES, [])
     for _ in range(3):
         route = await select(registry, prefix=await known_prefix(registry, HASHES))
         assert names(route)[0] == "p0"
-        await registry.release(route.reservation_id)
+        await registry.reservations.release(route.reservation_id)
     route = await select(registry, prefix=await known_prefix(registry, HASHES), exclude=["p0"])
     assert route.reason.startswith("remote prefill: 0 prompt tokens")
 
@@ -227,8 +227,8 @@ async def test_workers_of_another_revision_hold_nothing_of_it(registry: Registry
 async def test_hits_of_long_prompts_are_exact(registry: Registry, held: int) -> None:
     hashes = [i.to_bytes(16, "little") for i in range(5000)]
     info = worker_info("d0", Role.DECODE, num_blocks=6000, max_model_len=100_000)
-    await registry.register(info, worker_load(free_blocks=6000), TTL)
-    await registry.publish_blocks("d0", "d0-first", hashes[:held], [])
+    await registry.leases.register(info, worker_load(free_blocks=6000), TTL)
+    await registry.leases.publish_blocks("d0", "d0-first", hashes[:held], [])
     prefix = await known_prefix(registry, hashes)
     route = await select(registry, prompt_tokens=5000 * 16 + 3, prefill="never", prefix=prefix)
     assert route.decode.cached_tokens == held * 16
@@ -238,7 +238,7 @@ async def test_hits_of_long_prompts_are_exact(registry: Registry, held: int) -> 
 async def test_expected_hits_of_long_prompts_are_found_within_an_8th(registry: Registry, shared: int) -> None:
     hashes = [i.to_bytes(16, "little") for i in range(5000)]
     info = worker_info("d0", Role.DECODE, num_blocks=6000, max_model_len=100_000)
-    await registry.register(info, worker_load(free_blocks=6000), TTL)
+    await registry.leases.register(info, worker_load(free_blocks=6000), TTL)
     other = [*hashes[:shared], *(bytes([255]) * 8 + i.to_bytes(8, "little") for i in range(shared, 5000))]
     for names in (hashes, other):
         prefix = PromptPrefix.of(REVISION, BLOCK_SIZE, names)
@@ -257,7 +257,7 @@ async def test_never_reserves_both_parts_on_the_decode_worker(registry: Registry
 
 
 async def test_prefer_falls_back_and_says_why(registry: Registry) -> None:
-    await registry.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    await registry.leases.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
     route = await select(registry, prefill="prefer")
     assert names(route) == (None, "d0")
     assert route.reason == "local prefill: no live prefill worker of model demo; 0 prompt tokens cached at decode"
@@ -278,8 +278,8 @@ async def test_prefer_falls_back_and_says_why(registry: Registry) -> None:
 async def test_a_fallback_says_which(
     registry: Registry, prefill: dict[str, Any], load: dict[str, Any], exclude: list[str], fallback: Fallback | None
 ) -> None:
-    await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(), TTL)
-    await registry.heartbeat(worker_info("p0", Role.PREFILL, **prefill), worker_load(**load), TTL)
+    await registry.leases.heartbeat(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    await registry.leases.heartbeat(worker_info("p0", Role.PREFILL, **prefill), worker_load(**load), TTL)
     route = await select(registry, prefill="prefer", exclude=exclude)
     assert route.fallback is fallback
     assert (route.prefill is None) == (fallback is not None)
@@ -300,30 +300,30 @@ async def test_a_model_nobody_serves(registry: Registry) -> None:
 
 
 async def test_one_role_missing(registry: Registry) -> None:
-    await registry.register(worker_info("p0", Role.PREFILL), worker_load(), TTL)
+    await registry.leases.register(worker_info("p0", Role.PREFILL), worker_load(), TTL)
     assert await missing(registry) == "no live decode worker of model demo"
-    await registry.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
-    await registry.deregister("p0", "p0-first")
+    await registry.leases.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    await registry.leases.deregister("p0", "p0-first")
     assert await missing(registry) == "no live prefill worker of model demo"
 
 
 async def test_only_workers_of_one_kv_layout_pair(registry: Registry) -> None:
     """The last ones take their leases by heartbeats, as after Redis lost its memory: nobody who serves is refused."""
     info = worker_info("p0", Role.PREFILL, layout_hash="old layout")
-    await registry.register(info, worker_load(linked=("d0-first",)), TTL)
-    await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    await registry.leases.register(info, worker_load(linked=("d0-first",)), TTL)
+    await registry.leases.heartbeat(worker_info("d0", Role.DECODE), worker_load(), TTL)
     assert "has the KV layout of a decode worker" in await missing(registry)
-    await registry.register(worker_info("d1", Role.DECODE, layout_hash="old layout"), worker_load(), TTL)
+    await registry.leases.register(worker_info("d1", Role.DECODE, layout_hash="old layout"), worker_load(), TTL)
     assert "proven link" in await missing(registry)
-    await registry.heartbeat(info, worker_load(linked=("d0-first", "d1-first")), TTL)
+    await registry.leases.heartbeat(info, worker_load(linked=("d0-first", "d1-first")), TTL)
     assert names(await select(registry)) == ("p0", "d1")
 
 
 async def test_a_link_is_to_one_incarnation(registry: Registry) -> None:
     await register_pool(registry)
-    await registry.register(worker_info("d0", Role.DECODE, "second"), worker_load(), TTL)
+    await registry.leases.register(worker_info("d0", Role.DECODE, "second"), worker_load(), TTL)
     assert "proven link" in await missing(registry)
-    await registry.heartbeat(worker_info("p0", Role.PREFILL), worker_load(linked=("second",)), TTL)
+    await registry.leases.heartbeat(worker_info("p0", Role.PREFILL), worker_load(linked=("second",)), TTL)
     assert names(await select(registry)) == ("p0", "d0")
 
 
@@ -334,7 +334,7 @@ async def test_a_stuck_worker_is_chosen_only_where_all_are_stuck(registry: Regis
     async def beats(*stuck: str) -> None:
         for name, role, linked in (("p0", Role.PREFILL, links), ("p1", Role.PREFILL, links), ("d0", Role.DECODE, ())):
             load = worker_load(stuck=name in stuck, linked=linked)
-            await registry.heartbeat(worker_info(name, role), load, TTL)
+            await registry.leases.heartbeat(worker_info(name, role), load, TTL)
 
     async def chosen(count: int, policy: str) -> set[tuple[str | None, str]]:
         return {names(await select(registry, prefill=policy)) for _ in range(count)}
@@ -347,18 +347,20 @@ async def test_a_stuck_worker_is_chosen_only_where_all_are_stuck(registry: Regis
     assert await chosen(6, "auto") == {(None, "d1")}
     route = await select(registry, prefill="prefer")
     assert (route.fallback, "is stuck in a step" in route.reason) == (Fallback.STUCK, True)
-    await registry.heartbeat(worker_info("d1", Role.DECODE), worker_load(stuck=True), TTL)
+    await registry.leases.heartbeat(worker_info("d1", Role.DECODE), worker_load(stuck=True), TTL)
     assert {p is not None for p, _ in await chosen(6, "prefer")} == {True}
-    await registry.heartbeat(worker_info("d1", Role.DECODE), worker_load(), TTL)
+    await registry.leases.heartbeat(worker_info("d1", Role.DECODE), worker_load(), TTL)
     await beats()
     assert {p for p, _ in await chosen(12, "require")} == {"p0", "p1"}
 
 
 async def test_draining_workers_take_nothing_new(registry: Registry) -> None:
     await register_pool(registry, decode=2)
-    await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(draining=True), TTL)
+    await registry.leases.heartbeat(worker_info("d0", Role.DECODE), worker_load(draining=True), TTL)
     assert {names(await select(registry))[1] for _ in range(4)} == {"d1"}
-    await registry.heartbeat(worker_info("p0", Role.PREFILL), worker_load(draining=True, linked=("d1-first",)), TTL)
+    await registry.leases.heartbeat(
+        worker_info("p0", Role.PREFILL), worker_load(draining=True, linked=("d1-first",)), TTL
+    )
     with pytest.raises(NoWorkers, match="every prefill worker of model demo that could take the request is draining"):
         await select(registry)
 
@@ -386,7 +388,7 @@ async def test_a_request_too_large_for_anyone_is_told_apart(registry: Registry) 
         await select(registry, prompt_tokens=500, max_new_tokens=13)
     await select(registry, prompt_tokens=500, max_new_tokens=12)
     small = worker_info("d0", Role.DECODE, "small", num_blocks=2)
-    await registry.register(small, worker_load(free_blocks=2), TTL)
+    await registry.leases.register(small, worker_load(free_blocks=2), TTL)
     with pytest.raises(RequestTooLarge):
         await select(registry, prompt_tokens=32, max_new_tokens=1, prefill="never")
     await select(registry, prompt_tokens=31, max_new_tokens=1, prefill="never")
@@ -400,9 +402,9 @@ async def test_an_empty_prompt_is_refused(registry: Registry) -> None:
 async def test_what_one_worker_has_told_and_the_other_not_yet_is_found_on_both(registry: Registry) -> None:
     await register_pool(registry, prefill=2, decode=2)
     first = await select(registry, prefix=PREFIX)
-    await registry.release(first.reservation_id)
+    await registry.reservations.release(first.reservation_id)
     prefill, decode = names(first)
-    await registry.publish_blocks(str(prefill), f"{prefill}-first", HASHES, [])
+    await registry.leases.publish_blocks(str(prefill), f"{prefill}-first", HASHES, [])
     route = await select(registry, prompt_tokens=80, prefix=await known_prefix(registry, [*HASHES, b"x" * 16]))
     assert names(route) == (prefill, decode)
     assert "64 prompt tokens cached there, 64 at decode" in route.reason
@@ -411,12 +413,12 @@ async def test_what_one_worker_has_told_and_the_other_not_yet_is_found_on_both(r
 async def test_a_prefix_that_is_only_expected_to_have_been_fetched_may_be_fetched_still(registry: Registry) -> None:
     """The request that it was to be fetched for may come later than the next one."""
     await register_pool(registry)
-    await registry.heartbeat(worker_info("p0", Role.PREFILL), worker_load(linked=("d0-first",), **FAST), TTL)
-    await registry.publish_blocks("d0", "d0-first", HASHES, [])
+    await registry.leases.heartbeat(worker_info("p0", Role.PREFILL), worker_load(linked=("d0-first",), **FAST), TTL)
+    await registry.leases.publish_blocks("d0", "d0-first", HASHES, [])
     for cached in (0, 64):
         route = await select(registry, prompt_tokens=80, prefix=await known_prefix(registry, HASHES))
         assert f"{cached} prompt tokens cached there, 64 at decode, 64 to be had from d0;" in route.reason
-    await registry.publish_blocks("p0", "p0-first", HASHES, [])
+    await registry.leases.publish_blocks("p0", "p0-first", HASHES, [])
     route = await select(registry, prompt_tokens=80, prefix=await known_prefix(registry, HASHES))
     assert "64 prompt tokens cached there, 64 at decode;" in route.reason
 
@@ -425,10 +427,10 @@ async def auto(registry: Registry, held: dict[str, int], prefill: dict[str, Any]
     """The reason of a route for 64 tokens; p0 and d0 hold so many blocks of them and say so of themselves."""
     await register_pool(registry)
     load = worker_load(linked=("d0-first",), transfer_tokens_per_s=100_000.0, **prefill)
-    await registry.heartbeat(worker_info("p0", Role.PREFILL), load, TTL)
-    await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(**decode), TTL)
+    await registry.leases.heartbeat(worker_info("p0", Role.PREFILL), load, TTL)
+    await registry.leases.heartbeat(worker_info("d0", Role.DECODE), worker_load(**decode), TTL)
     for name, count in held.items():
-        await registry.publish_blocks(name, f"{name}-first", HASHES[:count], [])
+        await registry.leases.publish_blocks(name, f"{name}-first", HASHES[:count], [])
     return (await select(registry, prefill="auto", prefix=await known_prefix(registry, HASHES))).reason
 
 
@@ -506,9 +508,9 @@ async def test_auto_prefills_beside_decodes_within_their_target(
     """The prefill worker is so many tokens behind, and steps of the decode worker take 20 ms."""
     busy = worker_load(num_running=10, step_s=0.020, prefill_tokens_per_s=8192.0)
     large = {"num_blocks": 200, "max_model_len": 2048}
-    await registry.register(worker_info("d0", Role.DECODE, **large), busy, TTL)
+    await registry.leases.register(worker_info("d0", Role.DECODE, **large), busy, TTL)
     behind = worker_load(linked=("d0-first",), queued_tokens=queued, prefill_tokens_per_s=8192.0)
-    await registry.register(worker_info("p0", Role.PREFILL, **large), behind, TTL)
+    await registry.leases.register(worker_info("p0", Role.PREFILL, **large), behind, TTL)
     route = await select(registry, prefill="auto", prompt_tokens=500, itl_target_s=target_s)
     assert route.reason.startswith(path), route.reason
 
@@ -517,11 +519,11 @@ async def test_auto_prefills_beside_decodes_within_their_target(
 async def test_what_would_be_late_goes_where_it_is_not(registry: Registry, target_s: float, prefill: str) -> None:
     """The one that has the prompt in its cache is a second behind; the other one is not, and is busy, too."""
     large = {"num_blocks": 200, "max_model_len": 2048}
-    await registry.register(worker_info("d0", Role.DECODE, **large), worker_load(), TTL)
+    await registry.leases.register(worker_info("d0", Role.DECODE, **large), worker_load(), TTL)
     for name, queued in (("p0", 1000), ("p1", 100)):
         busy = worker_load(linked=("d0-first",), queued_tokens=queued, prefill_tokens_per_s=1000.0)
-        await registry.register(worker_info(name, Role.PREFILL, **large), busy, TTL)
-    await registry.publish_blocks("p0", "p0-first", HASHES, [])
+        await registry.leases.register(worker_info(name, Role.PREFILL, **large), busy, TTL)
+    await registry.leases.publish_blocks("p0", "p0-first", HASHES, [])
     prefix = await known_prefix(registry, HASHES)
     route = await select(registry, prompt_tokens=600, prefix=prefix, ttft_target_s=target_s)
     assert names(route) == (prefill, "d0")
@@ -529,8 +531,8 @@ async def test_what_would_be_late_goes_where_it_is_not(registry: Registry, targe
 
 async def test_a_burst_to_an_idle_pair_is_prefilled_by_both(registry: Registry) -> None:
     idle, large = worker_load(step_s=0.020, prefill_tokens_per_s=512.0), {"num_blocks": 2000, "max_model_len": 2048}
-    await registry.register(worker_info("d0", Role.DECODE, **large), idle, TTL)
-    await registry.register(worker_info("p0", Role.PREFILL, **large), replace(idle, linked=("d0-first",)), TTL)
+    await registry.leases.register(worker_info("d0", Role.DECODE, **large), idle, TTL)
+    await registry.leases.register(worker_info("p0", Role.PREFILL, **large), replace(idle, linked=("d0-first",)), TTL)
     burst = [await select(registry, prefill="auto", prompt_tokens=256, itl_target_s=0.1) for _ in range(16)]
     assert burst[0].prefill is not None
     assert 6 <= sum(route.prefill is None for route in burst) <= 8
@@ -539,10 +541,10 @@ async def test_a_burst_to_an_idle_pair_is_prefilled_by_both(registry: Registry) 
 async def test_a_step_that_seemed_slow_does_not_outweigh_a_hit(registry: Registry) -> None:
     """Steps of an idle worker are few, and on a busy machine some of them take several times as long as others."""
     moving = worker_load(linked=("d0-first", "d1-first"), transfer_tokens_per_s=1e6)
-    await registry.register(worker_info("p0", Role.PREFILL), moving, TTL)
+    await registry.leases.register(worker_info("p0", Role.PREFILL), moving, TTL)
     for name, step_s in (("d0", 0.0055), ("d1", 0.002)):
-        await registry.register(worker_info(name, Role.DECODE), worker_load(step_s=step_s), TTL)
-    await registry.publish_blocks("d0", "d0-first", HASHES, [])
+        await registry.leases.register(worker_info(name, Role.DECODE), worker_load(step_s=step_s), TTL)
+    await registry.leases.publish_blocks("d0", "d0-first", HASHES, [])
     route = await select(registry, prefix=await known_prefix(registry, HASHES))
     assert names(route) == ("p0", "d0")
 
@@ -557,14 +559,16 @@ async def test_workers_that_differ_by_noise_alone_take_turns_when_nothing_waits(
     incarnations = tuple(f"d{i}-first" for i in range(4))
     for i in range(4):
         load = worker_load(step_s=0.020 + 0.001 * i)
-        await registry.register(worker_info(f"d{i}", Role.DECODE), load, TTL)
+        await registry.leases.register(worker_info(f"d{i}", Role.DECODE), load, TTL)
     for i in range(4):
         rates = {"prefill_tokens_per_s": 8000.0 + 300 * i, "transfer_tokens_per_s": 30000.0 - 500 * i}
-        await registry.register(worker_info(f"p{i}", Role.PREFILL), worker_load(linked=incarnations, **rates), TTL)
+        await registry.leases.register(
+            worker_info(f"p{i}", Role.PREFILL), worker_load(linked=incarnations, **rates), TTL
+        )
     prefills, decodes = Counter[str | None](), Counter[str]()
     for i in range(40):
         route = await select(registry, request_id=f"r{i}")
-        await registry.release(route.reservation_id)
+        await registry.reservations.release(route.reservation_id)
         prefill, decode = names(route)
         prefills[prefill] += 1
         decodes[decode] += 1
@@ -572,22 +576,22 @@ async def test_workers_that_differ_by_noise_alone_take_turns_when_nothing_waits(
 
 
 async def test_a_worker_that_is_really_faster_reads_more(registry: Registry) -> None:
-    await registry.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    await registry.leases.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
     for name, rate in (("p0", 8000.0), ("p1", 2000.0)):
         load = worker_load(linked=("d0-first",), prefill_tokens_per_s=rate)
-        await registry.register(worker_info(name, Role.PREFILL), load, TTL)
+        await registry.leases.register(worker_info(name, Role.PREFILL), load, TTL)
     for i in range(4):
         route = await select(registry, request_id=f"r{i}")
         assert names(route) == ("p0", "d0")
-        await registry.release(route.reservation_id)
+        await registry.reservations.release(route.reservation_id)
 
 
 async def placed(registry: Registry, prefill: dict[str, str], *decodes: dict[str, str], **rates: float) -> None:
     """p0 there, and d0, d1 … there, all linked."""
     for i, where in enumerate(decodes):
-        await registry.register(worker_info(f"d{i}", Role.DECODE, **where), worker_load(), TTL)
+        await registry.leases.register(worker_info(f"d{i}", Role.DECODE, **where), worker_load(), TTL)
     load = worker_load(linked=tuple(f"d{i}-first" for i in range(len(decodes))), **rates)
-    await registry.register(worker_info("p0", Role.PREFILL, **prefill), load, TTL)
+    await registry.leases.register(worker_info("p0", Role.PREFILL, **prefill), load, TTL)
 
 
 async def chosen_decodes(registry: Registry) -> set[str]:
@@ -595,7 +599,7 @@ async def chosen_decodes(registry: Registry) -> set[str]:
     found = set()
     for i in range(4):
         route = await select(registry, request_id=f"r{i}")
-        await registry.release(route.reservation_id)
+        await registry.reservations.release(route.reservation_id)
         found.add(names(route)[1])
     return found
 
@@ -631,5 +635,7 @@ async def test_where_all_are_as_far_they_take_turns(registry: Registry) -> None:
 
 async def test_a_nearer_one_that_is_full_is_not_chosen(registry: Registry) -> None:
     await placed(registry, {"node": "a"}, {"node": "a"}, {"node": "b"})
-    await registry.heartbeat(worker_info("d0", Role.DECODE, node="a"), worker_load(free_blocks=2, num_running=8), TTL)
+    await registry.leases.heartbeat(
+        worker_info("d0", Role.DECODE, node="a"), worker_load(free_blocks=2, num_running=8), TTL
+    )
     assert await chosen_decodes(registry) == {"d1"}

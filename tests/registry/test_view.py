@@ -28,7 +28,7 @@ async def own(own_redis: RedisServer) -> AsyncIterator[Registry]:
 
 
 async def reserve(registry: Registry) -> str:
-    route = await registry.select_and_reserve(
+    route = await registry.reservations.select_and_reserve(
         request_id="r", model=MODEL, prompt_tokens=40, max_new_tokens=8, prefill="require", ttl=TTL
     )
     return route.reservation_id
@@ -36,9 +36,9 @@ async def reserve(registry: Registry) -> str:
 
 async def heartbeat_all(registry: Registry) -> list[bool]:
     """As the workers d0 and p0 of register_pool do."""
-    decode = await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    decode = await registry.leases.heartbeat(worker_info("d0", Role.DECODE), worker_load(), TTL)
     load = worker_load(linked=("d0-first",))
-    return [decode, await registry.heartbeat(worker_info("p0", Role.PREFILL), load, TTL)]
+    return [decode, await registry.leases.heartbeat(worker_info("p0", Role.PREFILL), load, TTL)]
 
 
 async def test_changes_are_seen_long_before_the_next_poll(registry: Registry, connect: Connect) -> None:
@@ -47,8 +47,8 @@ async def test_changes_are_seen_long_before_the_next_poll(registry: Registry, co
         await asyncio.sleep(0.2)  # subscribed by then
         for change, expected in (
             (register_pool(registry), ["d0", "p0"]),
-            (registry.register(worker_info("d0", Role.DECODE, "second"), worker_load(), TTL), ["d0", "p0"]),
-            (registry.deregister("p0", "p0-first"), ["d0"]),
+            (registry.leases.register(worker_info("d0", Role.DECODE, "second"), worker_load(), TTL), ["d0", "p0"]),
+            (registry.leases.deregister("p0", "p0-first"), ["d0"]),
         ):
             await change
 
@@ -63,14 +63,14 @@ async def test_draining_links_and_being_stuck_are_changes(registry: Registry, co
     await register_pool(registry)
     async with viewing(await connect(), poll=60.0) as view:
         await asyncio.sleep(0.2)
-        await registry.heartbeat(worker_info("p0", Role.PREFILL), worker_load(linked=("x",), draining=True), TTL)
+        await registry.leases.heartbeat(worker_info("p0", Role.PREFILL), worker_load(linked=("x",), draining=True), TTL)
 
         async def seen() -> bool:
             load = view.workers[1].load
             return load.draining and load.linked == ("x",)
 
         await eventually(seen, "draining seen")
-        await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(stuck=True), TTL)
+        await registry.leases.heartbeat(worker_info("d0", Role.DECODE), worker_load(stuck=True), TTL)
 
         async def stuck() -> bool:
             return view.workers[0].load.stuck
@@ -79,12 +79,12 @@ async def test_draining_links_and_being_stuck_are_changes(registry: Registry, co
 
 
 async def test_load_and_silent_death_are_seen_by_polling(registry: Registry, connect: Connect) -> None:
-    await registry.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
+    await registry.leases.register(worker_info("d0", Role.DECODE), worker_load(), TTL)
     async with viewing(await connect(), poll=0.05) as view:
         assert ids(view) == ["d0"]
         changed = asyncio.create_task(view.wait_changed(60.0))
         await asyncio.sleep(0)
-        await registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(), 0.2)  # its last one
+        await registry.leases.heartbeat(worker_info("d0", Role.DECODE), worker_load(), 0.2)  # its last one
         assert await changed
         assert ids(view) == []
 
@@ -101,7 +101,7 @@ async def test_one_cancellation_ends_the_view_whatever_it_is_doing(registry: Reg
 
     async def change(number: int) -> None:
         load = worker_load(draining=bool(number % 2))
-        await other.heartbeat(worker_info("d0", Role.DECODE), load, TTL)
+        await other.leases.heartbeat(worker_info("d0", Role.DECODE), load, TTL)
 
     chance = random.Random(0)
     for _ in range(150):
@@ -136,8 +136,8 @@ async def test_redis_killed_and_restarted(own: Registry, own_redis: RedisServer)
             assert await heartbeat_all(own) == [True, True]
             assert await heartbeat_all(own) == [False, False]
             assert [w.info.worker_id for w in await own.workers()] == ["d0", "p0"]
-            assert not await own.release(reservation)
-            assert await own.release(await reserve(own))
+            assert not await own.reservations.release(reservation)
+            assert await own.reservations.release(await reserve(own))
             assert (await own.check_integrity()).violations == ()
 
 
@@ -146,7 +146,7 @@ async def test_who_does_not_come_back_leaves_the_view(own: Registry, own_redis: 
     async with viewing(own, poll=0.05, retry=0.05, grace=0.5) as view:
         own_redis.kill()
         with RedisServer.start(own_redis.port):
-            await own.register(worker_info("d0", Role.DECODE, "second"), worker_load(), TTL)
+            await own.leases.register(worker_info("d0", Role.DECODE, "second"), worker_load(), TTL)
 
             async def only_the_new() -> bool:
                 return [w.info.incarnation for w in view.workers] == ["second"]
@@ -175,7 +175,7 @@ async def test_frozen_redis_bounds_every_call_and_keeps_nothing(own: Registry, o
     await register_pool(own)
     held = [await reserve(own) for _ in range(3)]
     own_redis.pause()
-    calls = [reserve(hasty) for _ in range(5)] + [hasty.release(r) for r in held]
+    calls = [reserve(hasty) for _ in range(5)] + [hasty.reservations.release(r) for r in held]
     async with asyncio.timeout(30.0):
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {RegistryUnavailable}

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from tandem.local import RedisServer
 from tandem.registry import BlockReplica, ClusterView, Registry
-from tandem.registry.scripts import key_prefix
+from tandem.registry.wire.scripts import key_prefix
 from tests.registry import wrong_values
 from tests.registry.cluster import eventually, viewing
 from tests.registry.wrong_values import TTL, VALUES, WrittenPlace
@@ -72,7 +72,7 @@ class Refilled:
             await view.refresh()
             there = [worker.info.worker_id for worker in view.workers]
             route = await wrong_values.select(self.registry, "last")
-            await self.registry.release(route.reservation_id)
+            await self.registry.reservations.release(route.reservation_id)
         except Exception as error:
             return [f"left: {error!r}"]
         return [] if there == ["d0", "d1", "p0", "p1"] else [f"left: {there}"]
@@ -111,7 +111,7 @@ async def test_an_unreadable_row_is_skipped_and_said_once(raw: Redis, registry: 
     assert said == [("worker", "d0"), ("aliases", "alias")]
     assert registry.unreadable.found == {"worker": 1, "aliases": 1}
     assert [line.partition(":")[0] for line in registry.unreadable.report()] == ["aliases 'alias'", "worker 'd0'"]
-    await registry.heartbeat(*wrong_values.worker("d0"), TTL)
+    await registry.leases.heartbeat(*wrong_values.worker("d0"), TTL)
     assert len(await registry.workers()) == 4
     assert [line for line in registry.unreadable.report() if "worker 'd0'" in line] == []
 

@@ -65,26 +65,26 @@ def worker(name: str) -> tuple[WorkerInfo, WorkerLoad]:
 
 def select(registry: Registry, request: str) -> Awaitable[Any]:
     prefix = PromptPrefix.of(REVISION, BLOCK_SIZE, HASHES)
-    return registry.select_and_reserve(
+    return registry.reservations.select_and_reserve(
         request_id=request, model=MODEL, prompt_tokens=64, max_new_tokens=8, prefill="auto", prefix=prefix, ttl=TTL
     )
 
 
 def take(registry: Registry, request: str) -> Awaitable[Any]:
-    return registry.take("tenant", LIMITS, request_id=request, tokens=10, cost=1.0, ttl=TTL)
+    return registry.limits.take("tenant", LIMITS, request_id=request, tokens=10, cost=1.0, ttl=TTL)
 
 
 async def fill(registry: Registry) -> None:
     """Write all that workers, gateways, launchers and operators do."""
     for info, load in workers():
-        await registry.register(info, load, TTL)
+        await registry.leases.register(info, load, TTL)
     for info, _ in workers():
-        await registry.publish_blocks(info.worker_id, info.incarnation, HASHES, [])
-    registry.announce(lambda: (GatewayAddress(MODEL, "g:1", "g:2"), {f"{MODEL}@": [(0, "tenant", 0.5)]}))
-    await registry._renew(int(1000 * TTL))
+        await registry.leases.publish_blocks(info.worker_id, info.incarnation, HASHES, [])
+    registry.gateways.announce(lambda: (GatewayAddress(MODEL, "g:1", "g:2"), {f"{MODEL}@": [(0, "tenant", 0.5)]}))
+    await registry.gateways._renew(int(1000 * TTL))
     await registry.sweep("k:1")
     await select(registry, "first")
-    await registry.settle(await take(registry, "first"), 1, 1, 1.0)
+    await registry.limits.settle(await take(registry, "first"), 1, 1, 1.0)
     await take(registry, "second")
     await registry.report_death(Death("gone", "SIGSEGV", {"a-0": 7}))
     await fill_names(registry)
@@ -145,7 +145,7 @@ def _replacing(place: WrittenPlace, value: bytes) -> tuple[bytes | str | float, 
 def beats(registry: Registry) -> dict[str, Callable[[], Awaitable[Any]]]:
     """Returns the calls of workers, by name."""
     return {
-        f"heartbeat {info.worker_id}": lambda info=info, load=load: registry.heartbeat(info, load, TTL)
+        f"heartbeat {info.worker_id}": lambda info=info, load=load: registry.leases.heartbeat(info, load, TTL)
         for info, load in workers()
     }  # type: ignore[misc]
 
@@ -156,15 +156,15 @@ def readers(registry: Registry, view: ClusterView, replica: BlockReplica) -> dic
         "view": view.refresh,
         "replica": replica.refresh,
         "follow": lambda: replica._read(0),
-        "measured": registry.measured,
+        "measured": registry.gateways.measured,
         "select": lambda: select(registry, "again"),
-        "publish": lambda: registry.publish_blocks("d0", "d0-first", HASHES[:1], HASHES[1:2]),
+        "publish": lambda: registry.leases.publish_blocks("d0", "d0-first", HASHES[:1], HASHES[1:2]),
         "locate": lambda: registry.locate(HASHES),
         "sweep": lambda: registry.sweep("k:1"),
         "check": registry.check_integrity,
-        "renew": lambda: registry._renew(int(1000 * TTL)),
+        "renew": lambda: registry.gateways._renew(int(1000 * TTL)),
         "take": lambda: take(registry, "again"),
-        "usage": lambda: registry.usage("tenant"),
+        "usage": lambda: registry.limits.usage("tenant"),
         "adapters": registry.adapters.all,
         "aliases": registry.aliases.all,
         "ask": lambda: registry.on_demand.ask({"sleeper": ModelUse(1.0, 1.0)}),

@@ -22,9 +22,9 @@ from typing import Any, TypeAlias
 import hiredis
 
 from tandem.registry import RegistryUnavailable
-from tandem.registry.connection import Entry, entries_of
 from tandem.registry.errors import ScriptFailed
-from tandem.registry.scripts import key_prefix, load_scripts
+from tandem.registry.wire.connection import Entry, entries_of
+from tandem.registry.wire.scripts import key_prefix, load_scripts
 from tests.registry.wrong_values import VALUES, WrittenPlace, spoiling
 from tests.simulation.network import SimulatedEnd, SimulatedNetwork
 from tests.simulation.world import Occurrence, Process

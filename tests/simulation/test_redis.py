@@ -45,7 +45,7 @@ def setup(store: RedisStore) -> Any:
 
 def test_leases_end_by_simulated_time(setup: Setup) -> None:
     async def work() -> None:
-        await setup.registry.register(worker_info("d0", Role.DECODE), worker_load(), ttl=30.0)
+        await setup.registry.leases.register(worker_info("d0", Role.DECODE), worker_load(), ttl=30.0)
         await asyncio.sleep(29.9)
         assert len(await setup.registry.workers()) == 1
         await asyncio.sleep(0.2)
@@ -61,7 +61,7 @@ def test_views_and_replicas_follow(setup: Setup) -> None:
         tasks = [asyncio.create_task(view.run()), asyncio.create_task(replica.run())]
         await asyncio.sleep(0.1)
         await register_pool(setup.registry)
-        await setup.registry.publish_blocks("d0", "d0-first", [b"h" * 16], [])
+        await setup.registry.leases.publish_blocks("d0", "d0-first", [b"h" * 16], [])
         await asyncio.sleep(0.05)  # neither has polled
         assert [worker.info.worker_id for worker in view.workers] == ["d0", "p0"]
         assert len(replica) == 1
@@ -142,14 +142,14 @@ def events_of(store: RedisStore, seed: int) -> list[tuple[Any, ...]]:
         async def heartbeats() -> None:
             while True:
                 with suppress(RegistryUnavailable):
-                    await setup.registry.heartbeat(worker_info("d0", Role.DECODE), worker_load(), 4.0)
+                    await setup.registry.leases.heartbeat(worker_info("d0", Role.DECODE), worker_load(), 4.0)
                 await asyncio.sleep(1.0)
 
         async def life() -> None:
             beating = asyncio.create_task(heartbeats())
             await asyncio.sleep(1.0)
             for number in range(len(HASHES)):
-                await setup.registry.publish_blocks("d0", "d0-first", HASHES[number : number + 1], [])
+                await setup.registry.leases.publish_blocks("d0", "d0-first", HASHES[number : number + 1], [])
                 await asyncio.sleep(world.random.uniform(0.01, 2))
                 for view, replica in seen:
                     world.log([worker.info.worker_id for worker in view.workers], replica.holders(HASHES))
@@ -178,7 +178,7 @@ def test_a_run_is_a_function_of_its_seed(store: RedisStore) -> None:
 def test_reservations_end_by_simulated_time(setup: Setup) -> None:
     async def work() -> None:
         await register_pool(setup.registry, ttl=3600.0)
-        await setup.registry.select_and_reserve(
+        await setup.registry.reservations.select_and_reserve(
             request_id="r", model=MODEL, prompt_tokens=40, max_new_tokens=8, prefill="require", ttl=60.0
         )
         await asyncio.sleep(59.0)

@@ -21,10 +21,10 @@ from tests.worker.conftest import request
 @asynccontextmanager
 async def publishing(engine: Engine, registry: Registry) -> AsyncIterator[EngineThread]:
     """A worker p0 whose engine runs and whose blocks are published."""
-    await registry.register(worker_info("p0", Role.PREFILL), worker_load(), 30)
+    await registry.leases.register(worker_info("p0", Role.PREFILL), worker_load(), 30)
     thread = EngineThread(engine)
     thread.start(lambda outputs: None, lambda error: None)
-    task = asyncio.create_task(BlockPublisher(thread, registry, "p0", "p0-first").run())
+    task = asyncio.create_task(BlockPublisher(thread, registry.leases, "p0", "p0-first").run())
     try:
         yield thread
     finally:
@@ -78,8 +78,8 @@ async def test_thousands_of_blocks_are_published_in_batches(engine_of: Callable[
     with RedisServer.start() as server:
         registry = Registry.connect(server.url, timeout=30.0)
         info = worker_info("p0", Role.PREFILL, num_blocks=len(hashes))
-        await registry.register(info, worker_load(), 30)
-        publisher = BlockPublisher(EngineThread(engine), registry, "p0", "p0-first")
+        await registry.leases.register(info, worker_load(), 30)
+        publisher = BlockPublisher(EngineThread(engine), registry.leases, "p0", "p0-first")
         publisher.note([BlockStored(tuple(hashes), b"")])
         await publisher.publish()
         assert await registry.locate(hashes) == [["p0"]] * len(hashes)

@@ -24,7 +24,7 @@ def lease_of(registry: Registry) -> Lease:
 
 
 async def test_the_lease_of_a_dead_start_is_waited_for(registry: Registry) -> None:
-    await registry.register(BEFORE, worker_load(), TTL)
+    await registry.leases.register(BEFORE, worker_load(), TTL)
     lease = lease_of(registry)
     holding = asyncio.create_task(lease.hold())
     async with asyncio.timeout(10):
@@ -38,7 +38,7 @@ async def test_the_lease_of_a_dead_start_is_waited_for(registry: Registry) -> No
 async def test_a_lease_whose_process_is_gone_is_not_waited_for(registry: Registry, process: str, waits: bool) -> None:
     """However long a starved one's lasts: this host's kernel knows of its end. One that is stopped may go on."""
     before = worker_info("d0", Role.DECODE, "before", process=process)
-    await registry.register(before, worker_load(), 30.0)
+    await registry.leases.register(before, worker_load(), 30.0)
     lease = Lease(
         registry, ELSEWHERE, worker_load, ttl=30.0, on_forgotten=lambda: None, is_gone=lambda process: process == "gone"
     )
@@ -50,15 +50,15 @@ async def test_a_lease_whose_process_is_gone_is_not_waited_for(registry: Registr
     assert [worker.info for worker in await registry.workers()] == [before if waits else ELSEWHERE]
     if not waits:
         with pytest.raises(StaleIncarnation):
-            await registry.heartbeat(before, worker_load(), TTL)
+            await registry.leases.heartbeat(before, worker_load(), TTL)
 
 
 async def test_a_lease_that_is_renewed_is_respected(registry: Registry) -> None:
-    await registry.register(BEFORE, worker_load(), TTL)
+    await registry.leases.register(BEFORE, worker_load(), TTL)
     holding = asyncio.create_task(lease_of(registry).hold())
     async with asyncio.timeout(20):
         while not holding.done():
-            assert not await registry.heartbeat(BEFORE, worker_load(), 6 * TTL)
+            assert not await registry.leases.heartbeat(BEFORE, worker_load(), 6 * TTL)
             await asyncio.sleep(TTL / 5)
     with pytest.raises(WorkerIdTaken, match="a live worker of that id is at d0:1"):
         await holding

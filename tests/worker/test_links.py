@@ -56,7 +56,7 @@ class LinkPool:
             transfer_address=address, model="m", revision="r", layout_hash=layout, block_size=4, num_blocks=8,
             max_num_seqs=4, max_model_len=64, transports=("shm", "tcp"), host="here",
         )  # fmt: skip
-        await self.registry.register(info, IDLE, ttl)
+        await self.registry.leases.register(info, IDLE, ttl)
 
     async def linked(self, *incarnations: str) -> float:
         """Seconds until exactly these are linked."""
@@ -183,7 +183,7 @@ async def test_a_worker_that_leaves_is_unlinked(pool: LinkPool) -> None:
     for name in ("0", "1"):
         await pool.register(f"decode-{name}", f"d-{name}", pool.receiver(f"decode-{name}", f"d-{name}").address)
     await pool.linked("d-0", "d-1")
-    await pool.registry.deregister("decode-0", "d-0")
+    await pool.registry.leases.deregister("decode-0", "d-0")
     await pool.linked("d-1")
 
 

@@ -14,7 +14,7 @@ import structlog
 from services.gateway.access.access import ANYONE, Caller
 from services.gateway.errors import InvalidRequest, RateLimited
 from tandem.api_keys import Tier
-from tandem.registry import Limits, Registry, RegistryUnavailable, Taken
+from tandem.registry import Limits, RegistryUnavailable, Taken, TenantLimits
 
 log = structlog.get_logger(__name__)
 LACKING = {
@@ -28,9 +28,8 @@ LACKING = {
 class Allowances:
     """`take` before a request begins; `settle` after it, whatever came of it."""
 
-    def __init__(self, registry: Registry, in_background: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-        self._registry = registry
-        self._in_background = in_background
+    def __init__(self, limits: TenantLimits, in_background: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        self._limits, self._in_background = limits, in_background
 
     async def take(
         self, client: Caller, tenant: str, request_id: str, prompt_tokens: int, new_tokens: int, seconds: float
@@ -53,7 +52,7 @@ class Allowances:
             raise InvalidRequest(message, "max_tokens", "request_too_large")
         cost = tier.cost(prompt_tokens, new_tokens)
         try:
-            taken = await self._registry.take(
+            taken = await self._limits.take(
                 tenant, _limits(tier), request_id=request_id, tokens=tokens, cost=cost, ttl=seconds + 1.0
             )
         except RegistryUnavailable as error:
@@ -85,7 +84,7 @@ class Allowances:
 
         async def settle() -> None:
             with suppress(RegistryUnavailable):  # it is tried again later
-                await self._registry.settle(taken, prompt_tokens, completion_tokens, cost, cached_tokens)
+                await self._limits.settle(taken, prompt_tokens, completion_tokens, cost, cached_tokens)
 
         self._in_background(settle())
 

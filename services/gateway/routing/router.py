@@ -72,12 +72,12 @@ class Router:
 
     def release_prefill(self, route: Route) -> asyncio.Future[bool]:
         """The prompt was prefilled: its tokens wait no longer."""
-        return self._registry.release(route.reservation_id, prefill_done_only=True)
+        return self._registry.reservations.release(route.reservation_id, prefill_done_only=True)
 
     def release(self, route: Route) -> asyncio.Future[bool]:
         """End the route. Redis being gone is no error: it is told later, and reservations expire by themselves."""
         self._offline.forget(route)
-        return self._registry.release(route.reservation_id)
+        return self._registry.reservations.release(route.reservation_id)
 
     async def _route(self, request: RouteRequest, exclude: Collection[str]) -> Route:
         prefix, held = self._look_up(request.token_ids, request.adapter, request.cache_salt)
@@ -115,7 +115,7 @@ class Router:
     async def _select(
         self, request: RouteRequest, policy: PrefillPolicy, prefix: PromptPrefix, exclude: Collection[str]
     ) -> Route:
-        return await self._registry.select_and_reserve(
+        return await self._registry.reservations.select_and_reserve(
             request_id=request.request_id,
             model=self._model.name,
             prompt_tokens=request.prompt_tokens,

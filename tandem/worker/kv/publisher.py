@@ -1,4 +1,4 @@
-"""Publishes the content of this worker's prefix cache, published to the registry in batches.
+"""Publishes the content of this worker's prefix cache to the registry, in batches.
 
     engine's block events --> held (a set) --> stored / removed since the last time --> registry, in numbered batches
 
@@ -16,7 +16,7 @@ from itertools import islice
 import structlog
 
 from tandem.engine import BlockRemoved, BlockStored
-from tandem.registry import Registry, RegistryUnavailable, StaleIncarnation
+from tandem.registry import RegistryUnavailable, StaleIncarnation, WorkerLeases
 from tandem.worker.engine import EnginePort
 from tandem.worker.kv.tiers import KVTiers
 
@@ -30,9 +30,9 @@ log = structlog.get_logger(__name__)
 
 class BlockPublisher:
     def __init__(
-        self, engine: EnginePort, registry: Registry, worker_id: str, incarnation: str, tiers: KVTiers | None = None
+        self, engine: EnginePort, leases: WorkerLeases, worker_id: str, incarnation: str, tiers: KVTiers | None = None
     ) -> None:
-        self._engine, self._registry, self._tiers = engine, registry, tiers
+        self._engine, self._leases, self._tiers = engine, leases, tiers
         self._owner = (worker_id, incarnation)
         self._ended = asyncio.Event()
         self._held: set[bytes] = set()
@@ -85,7 +85,7 @@ class BlockPublisher:
         self._stored -= stored
         self._removed -= removed
         try:
-            await self._registry.publish_blocks(*self._owner, sorted(stored), sorted(removed))
+            await self._leases.publish_blocks(*self._owner, sorted(stored), sorted(removed))
         except RegistryUnavailable:
             self._stored |= stored & self._held
             self._removed |= removed - self._held

@@ -150,7 +150,7 @@ class Worker:
     def _start(self, server: RunningServer) -> list[asyncio.Task[None]]:
         context, registry = self.context, self._ports.registry
         publisher = BlockPublisher(
-            self._ports.engine, registry, context.worker_id, context.incarnation, tiers=self._ports.tiers
+            self._ports.engine, registry.leases, context.worker_id, context.incarnation, tiers=self._ports.tiers
         )
         info = _info(context, self._service, self._files.fingerprint, server.port, self.metrics_port)
         self.address = info.grpc_address

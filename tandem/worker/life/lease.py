@@ -60,7 +60,7 @@ class Lease:
             try:
                 if not self.held.is_set():
                     await self._register()
-                elif await self._registry.heartbeat(self._info, self._load(), self._lasts_s):
+                elif await self._registry.leases.heartbeat(self._info, self._load(), self._lasts_s):
                     self._on_forgotten()
             except RegistryUnavailable as error:
                 log.warning("registry unavailable", error=str(error))
@@ -70,7 +70,7 @@ class Lease:
         """A lease of another start, somewhere else, is not renewed for long if that one has died."""
         now = asyncio.get_running_loop().time
         try:
-            await self._registry.register(self._info, self._load(), self._lasts_s)
+            await self._registry.leases.register(self._info, self._load(), self._lasts_s)
         except WorkerIdTaken as taken:
             if await end_lease_of_dead(self._registry, self._info.worker_id, self._is_gone):
                 self.renew_now()
@@ -94,7 +94,7 @@ class Lease:
 
     async def release(self) -> None:
         try:
-            await self._registry.deregister(self._info.worker_id, self._info.incarnation)
+            await self._registry.leases.deregister(self._info.worker_id, self._info.incarnation)
         except RegistryUnavailable:
             log.warning("registry unavailable: the lease will expire by itself")
 

@@ -42,10 +42,10 @@ async def stay(registry: Registry, wait_s: float) -> None:
     with suppress(TimeoutError, RegistryUnavailable):
         async with asyncio.timeout(wait_s):
             others = await registry.releases.others()
-            if others and await registry.gateways():
+            if others and await registry.gateways.live():
                 found = "; ".join(map(str, others))
                 log.warning("goes on for gateways of this release while another comes", found=found, at_most_s=wait_s)
-            while others and await registry.gateways():
+            while others and await registry.gateways.live():
                 await asyncio.sleep(CHECK_S)
 
 

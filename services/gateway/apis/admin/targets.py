@@ -15,7 +15,7 @@ async def scrape_targets(view: ClusterView) -> list[dict[str, Any]]:
         Unavailable: Redis is gone; Prometheus then goes on with those that it knows.
     """
     try:
-        gateways, keeper = await view.registry.measured()
+        gateways, keeper = await view.registry.gateways.measured()
     except RegistryUnavailable as error:
         raise Unavailable(f"registry unavailable: {error}", code="registry_unavailable") from None
     found = [_target(gateway.own_http or gateway.http, "gateway") for gateway in gateways]

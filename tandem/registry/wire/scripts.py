@@ -55,7 +55,7 @@ def key_prefix(namespace: str, number: int = FORMAT) -> str:
 
 
 def _load(name: str, prelude: str) -> Script:
-    folder = files(__package__) / "lua"
+    folder = files("tandem.registry") / "lua"
     parts = [(folder / f"{part}.lua").read_text(encoding="utf-8") for part in (*COMMON, *PARTS.get(name, ()), name)]
     text = "".join([prelude, f"local RELEASE = '{__version__}'\n", *parts])
     return Script(text, sha1(text.encode()).hexdigest())

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import structlog
 
-from tandem.registry.connection import RegistryConnection
+from tandem.registry.wire.connection import RegistryConnection
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")

@@ -14,11 +14,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from typing import Any, Protocol, TypeAlias
 from uuid import uuid4
 
-from tandem.registry.address import RedisAddress
 from tandem.registry.errors import RegistryUnavailable, ScriptFailed
-from tandem.registry.master import Master
-from tandem.registry.resp import Argument, ConnectionLost, ReplyError, RespConnection, Wire
-from tandem.registry.scripts import FORMAT, Script, key_prefix, load_scripts
+from tandem.registry.wire.address import RedisAddress
+from tandem.registry.wire.master import Master
+from tandem.registry.wire.resp import Argument, ConnectionLost, ReplyError, RespConnection, Wire
+from tandem.registry.wire.scripts import FORMAT, Script, key_prefix, load_scripts
 
 # Of a stream: its id and its fields.
 Entry: TypeAlias = tuple[str, dict[bytes, bytes]]

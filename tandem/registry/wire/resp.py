@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from hiredis import ProtocolError, Reader, pack_command
 
-from tandem.registry.address import RedisAddress
+from tandem.registry.wire.address import RedisAddress
 
 Argument: TypeAlias = str | bytes | int
 _MORE = object()

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import structlog
 
-from tandem.registry.connection import RegistryConnection
 from tandem.registry.errors import RegistryUnavailable
+from tandem.registry.wire.connection import RegistryConnection
 
 log = structlog.get_logger(__name__)
 # A reservation that cannot be released for so long is left to expire.

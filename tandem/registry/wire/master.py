@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from tandem.registry.address import RedisAddress
-from tandem.registry.resp import ReplyError, RespConnection
+from tandem.registry.wire.address import RedisAddress
+from tandem.registry.wire.resp import ReplyError, RespConnection
 
 
 class Master:

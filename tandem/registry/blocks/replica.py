@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from tandem.registry.block_feed import BlockEvent, BlockFeed, Head, event_order
-from tandem.registry.block_index import BlockIndex, names_of, slots_of
+from tandem.registry.blocks.feed import BlockEvent, BlockFeed, Head, event_order
+from tandem.registry.blocks.index import BlockIndex, names_of, slots_of
 from tandem.registry.errors import RegistryUnavailable
 
 log = structlog.get_logger(__name__)

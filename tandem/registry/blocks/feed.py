@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tandem.block_hash import HASH_BYTES
-from tandem.registry.connection import Entry, RegistryConnection
-from tandem.registry.unreadable import UnreadableRows
+from tandem.registry.wire import Entry, RegistryConnection, UnreadableRows
 
 STREAM = "events"
 # At most so many events at once: applying them must not stop the process for long.

@@ -1,0 +1,14 @@
+"""Times as scripts take them."""
+
+from __future__ import annotations
+
+
+def milliseconds(seconds: float) -> int:
+    """Returns whole milliseconds, at least one.
+
+    Raises:
+        ValueError: they are no time to live.
+    """
+    if seconds <= 0:
+        raise ValueError(f"ttl must be above 0 seconds, got {seconds}")
+    return max(1, round(seconds * 1000))
