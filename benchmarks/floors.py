@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from tandem.machine import usable_cpus
+from tandem.machine.resources import usable_cpus
 
 READ_BYTES = 1 << 29
 GEMM_SIZE = 2048

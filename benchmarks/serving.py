@@ -31,7 +31,7 @@ from benchmarks.load import LoadClient, PeerError, Workload, all_workloads, besi
 from benchmarks.models import OUT, Shape, made
 from benchmarks.peers import MeasuredPeer, PeerUnavailable, by_url, known
 from benchmarks.results import Figure, Metric
-from tandem.native import cpu_instructions
+from tandem.machine.native import cpu_instructions
 
 RESULTS = OUT / "serving.json"
 

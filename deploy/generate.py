@@ -1,6 +1,6 @@
 """`python -m deploy.generate`: what is written once and shown twice.
 
-tandem.metrics ──> docs/metrics.md        tandem.spans ──> the tables in docs/tracing.md
+tandem.catalogue.metrics ──> docs/metrics.md        tandem.catalogue.spans ──> the tables in docs/tracing.md
 settings classes ──> docs/settings.md; `settings` in values.schema.json
 values.yaml ──> the table in docs/helm.md; descriptions in values.schema.json
 picture.py ──> docs/architecture.svg        tandem.__version__ ──> chart, images        the console's icon ──> chart

@@ -9,8 +9,8 @@ from io import TextIOWrapper
 from pkgutil import resolve_name
 
 from tandem import __version__
-from tandem.garbage import settled, starting
-from tandem.home import provide_home
+from tandem.machine.garbage import settled, starting
+from tandem.machine.home import provide_home
 
 USAGE = """usage: tandem <command> [options]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import platform
 
-from tandem import native
 from tandem.engine import float32
 from tandem.engine.kernels.build import AMX, INSTRUCTIONS, library_path
+from tandem.machine import native
 from tandem.transfer.copy.copier import copier_path
 
 X86_64 = ("x86_64", "AMD64")

@@ -7,7 +7,7 @@ from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan
 
-from tandem.spans import CATALOGUE, OF_ANY, ROOT
+from tandem.catalogue.spans import CATALOGUE, OF_ANY, ROOT
 
 Seen = dict[str, tuple[set[str], dict[str, set[str]]]]
 REFUSED = "kv.transfer.refused."

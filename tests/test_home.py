@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tandem import home
-from tandem.home import cache_folder, provide_home, state_folder
+from tandem.machine import home
+from tandem.machine.home import cache_folder, provide_home, state_folder
 from tests.machines import AS_NAMELESS, UID, needs_root
 
 SAID = """
 import os
 from getpass import getuser
 from pathlib import Path
-from tandem.home import cache_folder, provide_home
+from tandem.machine.home import cache_folder, provide_home
 folder = cache_folder("kernels")
 provide_home()
 folder.mkdir(parents=True)

@@ -12,12 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.gateway import GatewaySettings
 from services.gateway.door import HttpServer
 from tandem import rpc
-from tandem.api_keys import check_exposed
 from tandem.cluster import Cluster
 from tandem.commands.up.plan import ClusterPlan
 from tandem.hosts import bare, is_loopback, reached_from_here, resolved
 from tandem.local import check_free, free_ports
 from tandem.registry import RedisAddress
+from tandem.security import check_exposed
 from tandem.transfer import SocketNetwork
 from tests.machines import needs_ipv6
 

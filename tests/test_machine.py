@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.machine import usable_cpus, usable_memory
+from tandem.machine.resources import usable_cpus, usable_memory
 
 MANY = 64
 NO_LIMIT_V1 = "9223372036854771712"
@@ -115,5 +115,5 @@ def test_a_container_sees_its_cgroup_as_the_root(machine: MachineOfFiles, own: s
 
 def test_affinity_counts() -> None:
     code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); "
-    code += "from tandem.machine import usable_cpus; print(usable_cpus())"
+    code += "from tandem.machine.resources import usable_cpus; print(usable_cpus())"
     assert subprocess.check_output([sys.executable, "-c", code], timeout=60) == b"1\n"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem import native, precompile
+from tandem import precompile
+from tandem.machine import native
 
 SOURCE = "#include <math.h>\ndouble tandem_root(double x) { return sqrt(x); }\n"
 

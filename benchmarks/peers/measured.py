@@ -30,7 +30,7 @@ from benchmarks.peers import environments
 from benchmarks.peers.environments import PeerUnavailable
 from benchmarks.peers.gguf_file import WeightType, written
 from tandem.local import free_ports
-from tandem.machine import usable_cpus
+from tandem.machine.resources import usable_cpus
 
 START_BOUND_S = 600.0
 STOP_BOUND_S = 20.0

@@ -23,8 +23,8 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
 from services.decode.block_queue import BlockQueue
+from tandem.catalogue.spans import STEP, TRUNCATED
 from tandem.engine import Engine, FinishReason, Request, SampledToken, SequenceOutput
-from tandem.spans import STEP, TRUNCATED
 from tandem.transfer import TransferError
 from tandem.worker import BUG, Added, Ended, EnginePort, Event, SequenceFailed, Streams, failure_of
 

@@ -1,7 +1,7 @@
 """`python -m services.gateway`: HTTP/SSE and gRPC in, tokens out, until SIGTERM, SIGINT or the death of any task."""
 
-from tandem.garbage import settled, starting
-from tandem.home import provide_home
+from tandem.machine.garbage import settled, starting
+from tandem.machine.home import provide_home
 
 if __name__ == "__main__":
     starting()

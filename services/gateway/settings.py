@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
 
 from tandem.aliases import MOST_ALIASES, Alias, Targets
-from tandem.api_keys import check_exposed
 from tandem.hosts import EVERYWHERE, Host
 from tandem.registry import Role
-from tandem.security import ClusterSettings
+from tandem.security import ClusterSettings, check_exposed
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@,]+")
 

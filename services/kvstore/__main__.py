@@ -1,7 +1,7 @@
 """`python -m services.kvstore`: the registry's keeper."""
 
-from tandem.garbage import starting
-from tandem.home import provide_home
+from tandem.machine.garbage import starting
+from tandem.machine.home import provide_home
 
 if __name__ == "__main__":
     starting()

@@ -21,9 +21,9 @@ from services.kvstore.metrics import KeeperMetrics
 from services.kvstore.server import KVStoreService
 from services.kvstore.settings import KVStoreSettings
 from tandem import rpc
-from tandem.garbage import settled
 from tandem.hosts import EVERYWHERE
 from tandem.local import RedisServer
+from tandem.machine.garbage import settled
 from tandem.process import IntegrityReport, certificate, lasting, metrics_server
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.rpc import IntegrityService

@@ -1,10 +1,10 @@
-"""Metrics of a kvstore for Prometheus; tandem/metrics.py says what each series means."""
+"""Metrics of a kvstore for Prometheus; tandem/catalogue/metrics.py says what each series means."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from tandem.metrics import KVSTORE
+from tandem.catalogue.metrics import KVSTORE
 from tandem.registry import Swept
 
 

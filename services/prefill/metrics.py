@@ -1,4 +1,4 @@
-"""Metrics of the KV that a prefill worker sends; tandem/metrics.py says what each series means.
+"""Metrics of the KV that a prefill worker sends; tandem/catalogue/metrics.py says what each series means.
 
 Called by links' threads as well as by the event loop.
 """
@@ -12,7 +12,7 @@ from threading import Lock
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
-from tandem.metrics import LINKS, TRANSFERS, CappedValues
+from tandem.catalogue.metrics import LINKS, TRANSFERS, CappedValues
 from tandem.worker import LinkState, fell_back
 
 MAX_PEERS = 256

@@ -5,8 +5,9 @@
                                                                |<--- exposed ----->|
                                                  |<-------- tail ----------------->|
 
-The span lasts from the first push until the receiver has verified every frame and decode may start. tandem/spans.py
-says what its attributes mean; each push is an event `layer` of it, and of each chunk an event `chunk` of its parent.
+The span lasts from the first push until the receiver has verified every frame and decode may start. Its attributes are
+described in tandem/catalogue/spans.py. Each push is an event `layer` of the span; each chunk is an event `chunk` of its
+parent.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
 from services.prefill.metrics import Seconds, TransferMetrics
-from tandem.spans import TRUNCATED
+from tandem.catalogue.spans import TRUNCATED
 from tandem.transfer import Link, Push, TransferError
 
 tracer = trace.get_tracer("tandem.prefill")

@@ -22,8 +22,8 @@ from opentelemetry.trace import Span
 
 from services.prefill.metrics import TransferMetrics
 from services.prefill.push import TracedPush
+from tandem.catalogue.spans import TRUNCATED
 from tandem.engine import Engine, Request, SequenceOutput
-from tandem.spans import TRUNCATED
 from tandem.transfer import Link, LinkPeer, TransferError
 from tandem.worker import Added, Ended, EnginePort, Event, Holder, KVFetcher, LinkTo, SequenceFailed
 

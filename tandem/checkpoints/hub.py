@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tandem.checkpoints.model_files import FAMILIES, GENERATION_FILE, TOKENIZER_CONFIG
-from tandem.home import cache_folder
+from tandem.machine.home import cache_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from tandem.checkpoints.model_files import GENERATION_FILE, ContextFile, read_bytes, read_file
-from tandem.home import cache_folder
+from tandem.machine.home import cache_folder
 
 CONFIG = "config.json"
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"

@@ -23,7 +23,7 @@ from tandem.commands import UP_ADDRESSES
 from tandem.commands.gateways import http_client
 from tandem.commands.own_cluster import with_own_password, with_own_secret
 from tandem.commands.up import UpSettings
-from tandem.machine import usable_memory
+from tandem.machine.resources import usable_memory
 from tandem.process import IntegrityReport
 from tandem.registry import LiveWorker, ModelStatus, RedisAddress, Registry, RegistryUnavailable, Role, Wakefulness
 from tandem.security import ClusterSettings

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from tandem.home import state_folder
+from tandem.machine.home import state_folder
 from tandem.settings import Settings, load
 
 STOP_WAIT_S = 60.0

@@ -19,7 +19,6 @@ import structlog
 import torch
 from torch import Tensor
 
-from tandem import native
 from tandem.checkpoints import WEIGHTS_FILE, MemoryNeed, described, fetch_adapter
 from tandem.engine.cores import Cores
 from tandem.engine.device import memory_checked
@@ -52,6 +51,7 @@ from tandem.engine.speculation import (
 )
 from tandem.engine.types import EngineConfig, Progress
 from tandem.engine.weights import find_weights, hashing, load_weights, shard_paths
+from tandem.machine import native
 
 log = structlog.get_logger(__name__)
 # For a step's prompt tokens beside decodes: a tenth of a second for two cores that multiply 200 G bfloat16 a second, or

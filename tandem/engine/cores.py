@@ -12,7 +12,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from tandem.machine import usable_cpus
+from tandem.machine.resources import usable_cpus
 
 
 class Cores:

@@ -50,7 +50,7 @@ from tandem.engine.types import (
     SequenceOutput,
 )
 from tandem.grammar import Grammars
-from tandem.machine import usable_cpus
+from tandem.machine.resources import usable_cpus
 from tandem.sampling import InvalidParameter
 from tandem.speculative import OFF, Speculative
 

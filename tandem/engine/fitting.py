@@ -18,7 +18,7 @@ from tandem.checkpoints import MemoryNeed, described, held_weights, misfit
 from tandem.engine.kv import KVLayout
 from tandem.engine.scheduling import Scheduled, new_sequence
 from tandem.engine.types import EngineConfig, Request
-from tandem.machine import usable_memory
+from tandem.machine.resources import usable_memory
 from tandem.sampling import SamplingParams
 
 log = structlog.get_logger(__name__)

@@ -15,10 +15,10 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from tandem.cluster import Service
 from tandem.containment import OomKills
 from tandem.process import LogOutput, dying_with_parent
 
@@ -40,18 +40,6 @@ T = TypeVar("T")
 
 class ServiceFailed(Exception):
     """A service ended before all were ready; the message holds its last words."""
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """`python -m module` with `settings`, and `environment` for what they leave open."""
-
-    name: str
-    module: str
-    settings: Mapping[str, object]
-    threads: int = 1
-    resources: Mapping[str, float] = field(default_factory=dict)  # what a machine must have for it
-    environment: Mapping[str, str] = field(default_factory=dict)  # the only variables of settings that it sees
 
 
 class Launcher(Protocol):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem.local.launcher import Service
+from tandem.cluster import Service
 from tandem.registry import ModelStatus, ModelUse, Wakefulness
 
 # Gateways say at least once a second what they use, and more often what they want.

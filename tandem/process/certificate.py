@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
-from tandem.metrics import PROCESS
+from tandem.catalogue.metrics import PROCESS
 from tandem.security import TLS
 
 

@@ -2,6 +2,7 @@
 
 from tandem.registry.answers import Demand, Demands, GatewayAddress, Snapshot, Swept
 from tandem.registry.blocks import BlockReplica, PromptPrefix
+from tandem.registry.deaths import end_lease_of_dead, report_death, report_page
 from tandem.registry.errors import (
     IncompatibleLayout,
     NoProvenLink,
@@ -72,4 +73,7 @@ __all__ = [
     "WorkerInfo",
     "WorkerLeases",
     "WorkerLoad",
+    "end_lease_of_dead",
+    "report_death",
+    "report_page",
 ]

@@ -2,7 +2,7 @@
 
     server    health and reflection on; an interceptor around every call (tandem/rpc/interceptor.py)
     channel   quick reconnects
-    within the cluster, both prove the cluster's secret and speak TLS where there is one (tandem/security.py)
+    within the cluster, both prove the cluster's secret and speak TLS where there is one (tandem/security/)
     both      pings, so that a cut cable is noticed in the end; streams between gateway and workers have their own
 
 Handlers raise `Refused(status, message)`; anything else is a bug, logged whole and answered with INTERNAL.

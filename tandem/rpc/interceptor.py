@@ -18,7 +18,7 @@ from grpc import aio
 from opentelemetry import context as otel_context
 from opentelemetry import propagate
 
-from tandem.garbage import let_go
+from tandem.machine.garbage import let_go
 from tandem.security import ClusterSecret
 
 log = structlog.get_logger(__name__)

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from grpc import aio
 
-from tandem.api_keys import ApiKey, Keys, Tier, digest, text_of, write_keys
 from tandem.local import free_ports
+from tandem.security import ApiKey, Keys, Tier, digest, text_of, write_keys
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.e2e.cluster import RunningCluster, eventually, metric, running_cluster
 

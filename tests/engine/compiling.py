@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem import native
+from tandem.machine import native
 
 SANITIZE = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 

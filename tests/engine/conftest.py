@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tandem import native
+from tandem.machine import native
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

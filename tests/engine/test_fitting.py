@@ -17,7 +17,7 @@ from tandem.engine.build import _blocks_that_fit, _layout, _load
 from tandem.engine.fitting import DeviceRoom, check_memory, graphs_bytes, largest_steps, sized
 from tandem.engine.forward.forward import StepInput, TorchForward
 from tandem.engine.models import read_model_config
-from tandem.machine import usable_memory
+from tandem.machine.resources import usable_memory
 from tests.engine.tiny import make_engine
 
 GIB = 1 << 30

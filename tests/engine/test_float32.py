@@ -17,10 +17,10 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from tandem import native
 from tandem.engine.float32 import INSTRUCTIONS, WIDER, Float32Kernels, StepRows, float32_kernels, library_path
 from tandem.engine.float32.kernels import SOURCE
 from tandem.engine.models import linear
+from tandem.machine import native
 from tests.engine.compiling import SANITIZE, check_no_warning, watched
 
 THREADS = (1, 2, 5)

@@ -27,7 +27,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tandem import native
 from tandem.engine import Request, SamplingParams
 from tandem.engine.forward.forward import StepInput, TorchForward
 from tandem.engine.kernels import AMX, CpuForward, load_library
@@ -36,6 +35,7 @@ from tandem.engine.kernels.packed import SCALE_TYPES, PackedWeight
 from tandem.engine.kv.kv_cache import opened, row_size, write_kv
 from tandem.engine.models import Decoder, ModelConfig, read_model_config, rms_norm
 from tandem.engine.quantization.quantization import QuantizedWeight, quantize
+from tandem.machine import native
 from tests.engine.compiling import SANITIZE, check_no_warning, watched
 from tests.engine.tiny import SIZES, VOCAB, can_compile, greedy, make_engine, prompt_of, run, sampled, tokens
 

@@ -49,8 +49,8 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from tandem import native
 from tandem.engine import Engine, EngineConfig, Request, SampledToken, SamplingParams, SequenceOutput
+from tandem.machine import native
 
 VOCAB = 96
 MAX_LEN = 128

@@ -26,9 +26,9 @@ from services.gateway.access.access import FOLLOW_S
 from services.gateway.errors import Unauthorized
 from services.gateway.text import CheckedIds, Tokenizer
 from tandem.adapters import AdapterRef
-from tandem.api_keys import read_keys
 from tandem.commands.keys import main as keys_command
 from tandem.registry import Registry
+from tandem.security import read_keys
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL, Peers

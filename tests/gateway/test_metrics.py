@@ -18,8 +18,8 @@ from services.gateway.generation import WORKER_LOST
 from services.gateway.settings import CLASSES, ClassSettings, Disaggregation
 from services.gateway.telemetry.metrics import FrontMetrics, Metrics
 from services.gateway.telemetry.tenants import RequestEnd
+from tandem.catalogue.metrics import GATEWAY
 from tandem.local import RedisServer
-from tandem.metrics import GATEWAY
 from tandem.registry import Fallback
 from tandem.v1 import llm_pb2
 from tests.gateway.conftest import eventually, make_settings

@@ -19,8 +19,8 @@ from services.gateway import GatewaySettings
 from services.gateway.__main__ import make_gateway
 from services.gateway.telemetry.perfetto import chrome_trace
 from services.gateway.telemetry.recent import _spans_of
-from tandem.api_keys import ApiKey, Keys, write_keys
 from tandem.process import telemetry
+from tandem.security import ApiKey, Keys, write_keys
 from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL, Peers
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from deploy import dashboards
-from tandem.metrics import CATALOGUES, MetricKind
+from tandem.catalogue.metrics import CATALOGUES, MetricKind
 from tests.helm.chart import of_kind, render, rendered, values_of
 
 ROOT = Path(__file__).parents[2]

@@ -24,8 +24,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from redis import Redis
 
+from tandem.catalogue.metrics import KVSTORE
 from tandem.local import RedisServer
-from tandem.metrics import KVSTORE
 from tandem.registry import Registry, Role
 from tandem.registry.wire.scripts import key_prefix
 from tandem.v1 import kvstore_pb2, kvstore_pb2_grpc

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from tandem.cluster import Cluster, check_settings, read_cluster
-from tandem.machine import usable_cpus
+from tandem.machine.resources import usable_cpus
 from tandem.worker import WorkerSettings
 
 MODEL = {"id": "demo", "name": "tandem-demo", "weights": {"path": "models/demo/target"}}

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tandem.cluster import Service
 from tandem.containment import OomKills
 from tandem.containment.crash_page import Death
 from tandem.liveness.same_host import this_process
-from tandem.local import LocalLauncher, RedisServer, Service
-from tandem.local.deaths import report_death
-from tandem.registry import Registry, Role
+from tandem.local import LocalLauncher, RedisServer
+from tandem.registry import Registry, Role, report_death
 from tests.registry.cluster import worker_info, worker_load
 
 

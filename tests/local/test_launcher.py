@@ -8,7 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.local import LocalLauncher, Service, ServiceFailed, launcher, unless_failed
+from tandem.cluster import Service
+from tandem.local import LocalLauncher, ServiceFailed, launcher, unless_failed
 
 ENDS = Service("ends", "tests.local.restless", {"kv_memory": 5})
 CHATTERS = Service("chatters", "tests.local.restless", {"chatter": True})

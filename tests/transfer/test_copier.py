@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem import native
+from tandem.machine import native
 from tandem.transfer.copy.copier import CompiledCopier, Copier, load_copier
 from tandem.transfer.copy.rows import Rows
 from tandem.transfer.protocol.wire import checksum

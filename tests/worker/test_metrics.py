@@ -6,8 +6,8 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tandem.catalogue.metrics import WORKER, WORKER_LABELS
 from tandem.engine import EngineStats
-from tandem.metrics import WORKER, WORKER_LABELS
 from tandem.process import IntegrityReport, metrics_server
 from tandem.tiers import TierStats
 from tandem.worker.engine import StepCounts

@@ -19,8 +19,8 @@ import structlog
 
 from services.gateway.admission import FAIRNESS_ID, tenant_of
 from services.gateway.errors import Forbidden, Unauthorized
-from tandem.api_keys import Keys, Tier, parse_keys
 from tandem.process import WorkThreads
+from tandem.security import Keys, Tier, parse_keys
 
 log = structlog.get_logger(__name__)
 FOLLOW_S = 0.5

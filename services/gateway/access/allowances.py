@@ -13,8 +13,8 @@ import structlog
 
 from services.gateway.access.access import ANYONE, Caller
 from services.gateway.errors import InvalidRequest, RateLimited
-from tandem.api_keys import Tier
 from tandem.registry import Limits, RegistryUnavailable, Taken, TenantLimits
+from tandem.security import Tier
 
 log = structlog.get_logger(__name__)
 LACKING = {

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from services.gateway.telemetry import FrontMetrics, Totals
-from tandem.metrics import GATEWAY
+from tandem.catalogue.metrics import GATEWAY
 
 EVERY_S = 2.0
 MAX_POINTS = 300

@@ -21,7 +21,7 @@ from services.gateway.directory.llm import LLM
 from services.gateway.errors import Unavailable
 from services.gateway.model import ServedModel
 from tandem.checkpoints import is_fingerprint
-from tandem.garbage import give_back
+from tandem.machine.garbage import give_back
 from tandem.registry import LiveWorker, ModelKey, RegistryUnavailable
 
 log = structlog.get_logger(__name__)

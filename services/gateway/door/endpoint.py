@@ -43,7 +43,7 @@ from services.gateway.generation import (
 )
 from services.gateway.model import SESSION, ServedModel
 from services.gateway.shared import Shared
-from tandem.garbage import let_go
+from tandem.machine.garbage import let_go
 
 log = structlog.get_logger(__name__)
 ADMIN_BYTES = 64 * 1024

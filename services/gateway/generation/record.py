@@ -10,7 +10,7 @@ from services.gateway.admission import PriorityClass
 from services.gateway.generation.choice import REASONS
 from services.gateway.generation.request import Generation
 from services.gateway.telemetry import PATHS, Ending, Fields, rounded
-from tandem.metrics import ITL
+from tandem.catalogue.metrics import ITL
 from tandem.v1 import llm_pb2
 
 if TYPE_CHECKING:

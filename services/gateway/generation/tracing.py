@@ -22,7 +22,7 @@ from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanKind, Status, Stat
 
 from services.gateway.errors import GatewayError, WorkerLost
 from services.gateway.generation.request import Generation
-from tandem.spans import ERROR, HINT, TENANT, TRUNCATED
+from tandem.catalogue.spans import ERROR, HINT, TENANT, TRUNCATED
 from tandem.v1 import llm_pb2
 
 PROVIDER, W3C = "tandem", "traceparent"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
-from tandem.metrics import GATEWAY
+from tandem.catalogue.metrics import GATEWAY
 from tandem.registry import LiveWorker, Role
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from opentelemetry import metrics
 from opentelemetry.metrics import Meter as OTelMeter
 
-from tandem.metrics import E2E, ITL, TOKENS, TTFT
+from tandem.catalogue.metrics import E2E, ITL, TOKENS, TTFT
 
 PROVIDER = "tandem"
 

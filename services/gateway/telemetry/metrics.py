@@ -1,4 +1,4 @@
-"""Metrics of a gateway for Prometheus; tandem/metrics.py says what each series means.
+"""Metrics of a gateway for Prometheus; tandem/catalogue/metrics.py says what each series means.
 
 queued    accepted, not let into the cluster yet
 waiting   accepted, no token yet: queued ones too        running   from the first token to the last
@@ -21,10 +21,10 @@ from services.gateway.telemetry.cluster import ClusterCollector
 from services.gateway.telemetry.genai import GenAIMetrics
 from services.gateway.telemetry.tenants import TenantMetrics, without_tenants
 from services.gateway.workers import WorkerPool
-from tandem.metrics import GATEWAY, ITL
+from tandem.catalogue.metrics import GATEWAY, ITL
+from tandem.catalogue.tally import BucketCounts, Count
 from tandem.process import metrics_server
 from tandem.registry import BlockReplica, ClusterView, LiveWorker, ModelStatus, Role, Wakefulness
-from tandem.tally import BucketCounts, Count
 from tandem.v1 import llm_pb2
 
 PATHS = {llm_pb2.Path.KIND_REMOTE_PREFILL: "remote", llm_pb2.Path.KIND_LOCAL_PREFILL: "local"}

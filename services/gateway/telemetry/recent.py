@@ -16,8 +16,8 @@ from services.gateway.access import Caller
 from services.gateway.errors import GatewayError, NotKept
 from services.gateway.telemetry.perfetto import OwnedSpan, chrome_trace
 from services.gateway.workers import WorkerConnection
+from tandem.catalogue.spans import TENANT
 from tandem.process import telemetry
-from tandem.spans import TENANT
 from tandem.v1 import process_pb2
 
 WORKER_WAIT_S = 2.0

@@ -19,8 +19,8 @@ from prometheus_client.samples import Sample
 
 from services.gateway.admission import PriorityClass
 from services.gateway.settings import ClassName, ClassSettings
-from tandem.metrics import GATEWAY, CappedValues
-from tandem.tally import Count
+from tandem.catalogue.metrics import GATEWAY, CappedValues
+from tandem.catalogue.tally import Count
 
 TOO_MANY, ERROR = 429, 500
 TOKENS = ("computed", "cached", "generated")

@@ -28,7 +28,7 @@ from tandem.checkpoints.model_files import (
     ModelFile,
     read_file,
 )
-from tandem.home import cache_folder
+from tandem.machine.home import cache_folder
 
 SUFFIX = ".gguf"
 WEIGHTS_FILE, TENSORS_FILE = "model.gguf", "tensors.json"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from tandem.api_keys import check_exposed
 from tandem.cluster import Cluster, Model, check_settings
 from tandem.commands.up.models import check_name
 from tandem.commands.up.settings import UpSettings
 from tandem.local import check_free
+from tandem.security import check_exposed
 
 
 def check(settings: UpSettings, cluster: Cluster) -> None:

@@ -20,7 +20,7 @@ from tandem.checkpoints import (
 )
 from tandem.cluster import Cluster, Model, ModelWeights
 from tandem.commands.up.settings import KV_MEMORY
-from tandem.machine import usable_memory
+from tandem.machine.resources import usable_memory
 
 DEFAULT_KV = KV_MEMORY["model", "prefill"]  # what a worker takes that is told nothing
 

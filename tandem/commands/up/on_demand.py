@@ -12,7 +12,7 @@ from tandem.cluster import Cluster, Model
 from tandem.commands.up.models import need_of
 from tandem.commands.up.plan import ClusterPlan
 from tandem.local import Launcher, OnDemand, OnDemandModel, WakeBudget, WakePlan
-from tandem.machine import usable_memory
+from tandem.machine.resources import usable_memory
 from tandem.registry import Registry
 
 # Of a first start, until one was measured: a process with its libraries, and weights at the pace of a plain disk.

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tandem.cluster import Cluster
+from tandem.cluster import Cluster, Service
 from tandem.hosts import address, reached_from_here
-from tandem.local import Service
 
 
 @dataclass(frozen=True, slots=True)

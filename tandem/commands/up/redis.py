@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from secrets import token_urlsafe
 
-from tandem.cluster import Cluster
+from tandem.cluster import Cluster, Service
 from tandem.commands import REDIS_URL_FILE
 from tandem.commands.up.secret import write_for_owner
-from tandem.local import Service, free_ports
+from tandem.local import free_ports
 
 
 def redis_of(cluster: Cluster, folder: Path, store_url: str) -> tuple[str, str, Service]:

@@ -27,9 +27,9 @@ from tandem.commands.up.plan import ClusterPlan
 from tandem.commands.up.redis import redis_of, store_of
 from tandem.commands.up.secret import with_secret
 from tandem.commands.up.settings import UpSettings
-from tandem.local import Launcher, LocalLauncher, OnDemand, ServiceFailed, report_death, unless_failed, until_set
+from tandem.local import Launcher, LocalLauncher, OnDemand, ServiceFailed, unless_failed, until_set
 from tandem.process import LogOutput, descriptor_of
-from tandem.registry import RedisAddress, Registry, RegistryUnavailable
+from tandem.registry import RedisAddress, Registry, RegistryUnavailable, report_death
 
 if TYPE_CHECKING:
     from tandem.local.ray import RayLauncher

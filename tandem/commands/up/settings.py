@@ -13,7 +13,7 @@ from pydantic_settings import CliPositionalArg, NoDecode
 from tandem.checkpoints import MemoryNeed, ModelPath, as_folder, find_model, held_weights, misfit
 from tandem.cluster import Cluster, read_cluster
 from tandem.commands import LOGS
-from tandem.machine import usable_memory
+from tandem.machine.resources import usable_memory
 from tandem.security import ClusterSettings
 
 DEMO_MODEL = Path(__file__).parents[3] / "models" / "demo" / "target"

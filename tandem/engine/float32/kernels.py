@@ -1,7 +1,7 @@
 """The loaded library of float32.c, if this machine can have it.
 
-It needs a CPU with AVX2 and FMA, a compiler (tandem.native), and the OpenMP pool that torch brings. Where any of them
-is missing, the reason is logged and torch computes everything. AVX512 is used where there is any.
+It needs a CPU with AVX2 and FMA, a compiler (tandem.machine.native), and the OpenMP pool that torch brings. Where any
+of them is missing, the reason is logged and torch computes everything. AVX512 is used where there is any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from tandem.native import NotCompiled, compiled
+from tandem.machine.native import NotCompiled, compiled
 
 SOURCE = Path(__file__).with_name("float32.c")
 INSTRUCTIONS, WIDER = ("avx2", "fma"), ("avx512f",)

@@ -1,7 +1,7 @@
 """The loaded library of cpu.c, if this machine can have it.
 
-It needs a CPU with AVX512-BF16, a compiler (tandem.native), and the OpenMP pool that torch brings. Where any of them is
-missing, the reason is logged and the engine computes with torch alone. AMX is used where there is any.
+It needs a CPU with AVX512-BF16, a compiler (tandem.machine.native), and the OpenMP pool that torch brings. Where any of
+them is missing, the reason is logged and the engine computes with torch alone. AMX is used where there is any.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import structlog
 import torch
 
 from tandem.engine.kernels.structs import SIZES
-from tandem.native import NotCompiled, compiled
+from tandem.machine.native import NotCompiled, compiled
 
 SOURCE = Path(__file__).with_name("cpu.c")
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")

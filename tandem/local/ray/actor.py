@@ -17,10 +17,11 @@ import ray
 import uvloop
 from ray.util import get_node_ip_address
 
-from tandem.garbage import starting
-from tandem.home import provide_home
+from tandem.cluster import Service
 from tandem.hosts import EVERYWHERE, address
-from tandem.local.launcher import LocalLauncher, Service, is_setting, threads_environment, until_set
+from tandem.local.launcher import LocalLauncher, is_setting, threads_environment, until_set
+from tandem.machine.garbage import starting
+from tandem.machine.home import provide_home
 
 # How long a failed service shows its error before its actor ends and Ray starts another.
 SHOW_ERROR_S = 3.0

@@ -13,9 +13,9 @@ from ray.util import list_named_actors, placement_group, remove_placement_group
 from ray.util.placement_group import get_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from tandem.cluster import Cluster
+from tandem.cluster import Cluster, Service
 from tandem.hosts import bare
-from tandem.local.launcher import Service, ServiceFailed
+from tandem.local.launcher import ServiceFailed
 from tandem.local.ports import free_ports
 from tandem.local.ray.actor import ActorState, ServiceActor, node_address
 from tandem.local.ray.places import Placed, node_for, places, ray_names, shortage, stays_with_starter

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import ray
 
+from tandem.cluster import Service
 from tandem.hosts import EVERYWHERE
-from tandem.local.launcher import Service
 from tandem.local.ray.actor import ROLES
 
 RESOURCES = {"cpu": "CPU", "nvidia.com/gpu": "GPU", "memory": "memory"}

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tandem.native import NotCompiled, compiled
+from tandem.machine.native import NotCompiled, compiled
 from tandem.transfer.copy.rows import Rows
 from tandem.transfer.protocol.wire import checksum
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client import Metric
 
-from tandem.metrics import WORKER
-from tandem.tally import BucketCounts
+from tandem.catalogue.metrics import WORKER
+from tandem.catalogue.tally import BucketCounts
 
 
 class StepCounts:

@@ -20,9 +20,9 @@ from typing import Protocol
 import structlog
 from opentelemetry import trace
 
+from tandem.catalogue.spans import TRUNCATED
 from tandem.engine import Engine, Request
 from tandem.process import WorkThreads
-from tandem.spans import TRUNCATED
 from tandem.transfer import Fetch, KVSource, Link, LinkPeer, TransferError
 from tandem.v1 import worker_pb2
 from tandem.worker.engine import EngineDied, EnginePort, at_once, block_chain, give_up, land, release

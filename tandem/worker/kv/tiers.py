@@ -19,9 +19,9 @@ import torch
 from opentelemetry import trace
 from torch import Tensor
 
+from tandem.catalogue.spans import TRUNCATED
 from tandem.engine import Engine, Request
 from tandem.process import WorkThreads
-from tandem.spans import TRUNCATED
 from tandem.tiers import KVTier, TierStats
 from tandem.worker.engine import EnginePort, Line, at_once, block_chain, land, release
 

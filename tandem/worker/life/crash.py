@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 
 from tandem.containment import CrashPage, oom_kills_here, oom_kills_in, page_path
-from tandem.local import report_page
+from tandem.registry import report_page
 from tandem.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)

@@ -13,8 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from tandem.liveness import stretched
-from tandem.local import end_lease_of_dead
-from tandem.registry import Registry, RegistryUnavailable, WorkerIdTaken, WorkerInfo, WorkerLoad
+from tandem.registry import Registry, RegistryUnavailable, WorkerIdTaken, WorkerInfo, WorkerLoad, end_lease_of_dead
 
 log = structlog.get_logger(__name__)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
+from tandem.catalogue.metrics import WORKER
 from tandem.engine import EngineStats
-from tandem.metrics import WORKER
 from tandem.tiers import TierStats
 from tandem.worker.engine import StepCounts
 

@@ -22,9 +22,9 @@ from tqdm import tqdm
 from tandem import rpc
 from tandem.containment import oom_kills_here
 from tandem.engine import Engine, KVLayout
-from tandem.garbage import settled
 from tandem.ids import RandomIds
 from tandem.liveness import CpuPressure, gone_here, this_process
+from tandem.machine.garbage import settled
 from tandem.process import (
     IntegrityReport,
     certificate,

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from tandem.local import RedisServer
-from tandem.machine import usable_cpus
+from tandem.machine.resources import usable_cpus
 from tests.chaos.explorer.many import explore, replay_line, summary
 from tests.chaos.explorer.run import Explorer
 from tests.chaos.explorer.schedule import schedule_of

@@ -1,4 +1,4 @@
-"""A cluster as one schema for every launcher: models, pools of workers, gateways, Redis. One schema for every launcher.
+"""A cluster as one schema for every launcher: models, pools of workers, gateways, Redis.
 
     cluster.yaml ─┐
     options ──────┴─> Cluster ──> services, each with all its settings ──> Launcher
@@ -34,9 +34,9 @@ from pydantic import (
 
 from tandem.aliases import Alias
 from tandem.checkpoints import HUB, WHEELS, is_name
+from tandem.cluster.service import Service
 from tandem.hosts import with_bare_hosts
-from tandem.local import Service
-from tandem.machine import usable_cpus
+from tandem.machine.resources import usable_cpus
 from tandem.security import ClusterSettings
 from tandem.settings import Settings
 

@@ -11,7 +11,8 @@ import structlog
 
 from tandem.containment import Death, death_of, page_path
 from tandem.liveness import gone_here
-from tandem.registry import Registry, RegistryUnavailable
+from tandem.registry.errors import RegistryUnavailable
+from tandem.registry.registry import Registry
 
 log = structlog.get_logger(__name__)
 REPORT_S = 1.0

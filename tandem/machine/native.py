@@ -16,7 +16,7 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
-from tandem.home import cache_folder
+from tandem.machine.home import cache_folder
 
 _FLAGS = ("-O3", "-shared", "-fPIC")
 _TIMEOUT_S = 120.0

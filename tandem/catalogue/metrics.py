@@ -14,7 +14,7 @@ from itertools import chain
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from tandem.tally import CounterTally, HistogramTally
+from tandem.catalogue.tally import CounterTally, HistogramTally
 
 
 class MetricKind(StrEnum):

@@ -14,7 +14,7 @@ from prometheus_client.core import Exemplar, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from tandem.metrics import Series
+    from tandem.catalogue.metrics import Series
 
 
 class Count:

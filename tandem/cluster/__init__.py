@@ -1,0 +1,37 @@
+"""A cluster as a file or options describe it, and the services that it comes to. Launchers and commands may enter.
+
+A service is there without the schema and its YAML, for those that only run services.
+"""
+
+from typing import TYPE_CHECKING
+
+from tandem.cluster.service import Service
+from tandem.lazy import lazily
+
+if TYPE_CHECKING:
+    from tandem.cluster.cluster import (
+        DEFAULT_NAMESPACE,
+        Cluster,
+        Model,
+        ModelWeights,
+        Pool,
+        check_settings,
+        read_cluster,
+    )
+
+__all__ = [
+    "DEFAULT_NAMESPACE",
+    "Cluster",
+    "Model",
+    "ModelWeights",
+    "Pool",
+    "Service",
+    "check_settings",
+    "read_cluster",
+]
+_WITH_YAML = {
+    "cluster": (
+        "DEFAULT_NAMESPACE", "Cluster", "Model", "ModelWeights", "Pool", "check_settings", "read_cluster",
+    ),
+}  # fmt: skip
+__getattr__ = lazily(__name__, _WITH_YAML)
