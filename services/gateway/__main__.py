@@ -40,18 +40,18 @@ from tandem.registry import Registry
 from tandem.settings import load
 from tandem.store import Store
 
-# A request waits no longer for a silent Redis before it is routed without it.
+# The longest that a request waits for a silent Redis before it is routed without.
 REGISTRY_WAIT_S = 0.5
-# An answer waits no longer for being kept, and a request for what it goes on from.
+# The longest that an answer waits to be kept, and a request for the items it continues.
 STORE_WAIT_S = 1.0
-# A chat waits no longer for its turn to be rendered, which takes a millisecond on a machine that is not starved.
+# The longest that a chat waits to be rendered, which takes a millisecond unless the machine is starved.
 RENDER_WAIT_S = 60.0
-# How long the reservations of a gateway that died stay.
+# How long the reservations of a dead gateway stay.
 RESERVATIONS_LEASE_S = 2.0
 
 
 def main() -> None:
-    # A prompt is tokenized where it is asked for, long ones on a thread beside it: no hop to a pool for each.
+    # Prompts are tokenized on the loop, long ones on one thread, so the tokenizer's own pool of threads is off.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     settings = load(GatewaySettings, program="python -m services.gateway")
     traces = telemetry.set_up(
@@ -93,7 +93,7 @@ def make_gateway(
     settings: GatewaySettings, recent: telemetry.RecentSpans | None = None, tune: Tune = no_tuning,
     make_router: type[Router] = Router, records: RequestRecords | None = None,
 ) -> Gateway:  # fmt: skip
-    """One that lives in this process: real time, sockets, and names and seeds that nobody can guess.
+    """Returns a gateway of this process: real time and sockets, ids and seeds that cannot be guessed.
 
     Raises:
         OSError | ValueError: the Redis URL or the file of API keys is malformed.
@@ -130,7 +130,9 @@ def make_gateway(
 
 
 def _dumps(event: Any, default: Callable[[Any], Any]) -> str:
-    """Returns what json.dumps does, sooner; orjson knows no integers beyond 64 bits, and no half of a pair."""
+    """Returns what json.dumps returns, by orjson where it can: it takes no integer above 64 bits and no lone
+    surrogate.
+    """
     try:
         return orjson.dumps(event, default).decode()
     except TypeError:

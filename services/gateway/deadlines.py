@@ -1,4 +1,4 @@
-"""When requests must have ended: one timer for all of them, for a timer each costs more than what it guards.
+"""Deadlines of requests, in shared timers: a timer for each would cost more than the work it guards.
 
 at ──> a slot of SLOT_S ──> its entries, in order of coming, when the slot is over: never early, SLOT_S late at most
 """
@@ -12,26 +12,26 @@ from types import TracebackType
 from typing import Any
 
 SLOT_S = 0.02
-# So long after its request's deadline a client that does not read is done with.
+# Seconds after its deadline for which a client that does not read is kept.
 STALLED_S = 0.5
-ROUNDING = 1e-6  # of a slot
-MOST_EMPTY = 64  # slots that are kept until their time, beside as many as there are others
+ROUNDING = 1e-6  # part of a slot
+MOST_EMPTY = 64  # empty slots kept, beside as many as there are others
 
 
 class Deadlines:
-    """Deadlines of one event loop."""
+    """The deadlines of one event loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._slots: dict[int, dict[Entry, None]] = {}
-        self._order: list[int] = []  # of slots, emptied ones among them
+        self._order: list[int] = []  # slots by time, emptied ones included
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return sum(map(len, self._slots.values()))
 
     def add(self, at: float, call: Callable[..., object], *arguments: Any) -> Entry:
-        """Calls it then, unless the entry is cancelled."""
+        """Call a function at a time of the event loop's clock, unless the entry is cancelled."""
         entry = Entry(self, call, arguments)
         self.put(at, entry)
         return entry
@@ -50,7 +50,7 @@ class Deadlines:
             self._wait()
 
     def until(self, at: float) -> Bound:
-        """A bound of a block: TimeoutError once it is over."""
+        """Returns a context that raises TimeoutError in its block at that time."""
         return Bound(self, at)
 
     def _remove(self, entry: Entry) -> None:
@@ -75,19 +75,19 @@ class Deadlines:
                     entry.expire()
                 else:
                     heappop(self._order)
-        finally:  # should a call raise, which the loop reports, the others' time comes all the same
+        finally:  # a call that raises, which the loop reports, must not stop the others
             self._wait()
 
 
 class Entry:
     __slots__ = ("_arguments", "_call", "_deadlines", "slot")
-    slot: int  # where it was put
+    slot: int  # the slot that it is in
 
     def __init__(self, deadlines: Deadlines, call: Callable[..., object], arguments: tuple[Any, ...]) -> None:
         self._deadlines, self._call, self._arguments = deadlines, call, arguments
 
     def expire(self) -> None:
-        """Its time has come."""
+        """Call the function now."""
         self._call(*self._arguments)
 
     def cancel(self) -> None:
@@ -95,7 +95,7 @@ class Entry:
 
 
 class Bound(Entry):
-    """As asyncio.timeout_at, for use with `with`."""
+    """A plain context manager that does what asyncio.timeout_at does."""
 
     __slots__ = ("__weakref__", "_at", "_cancelling", "_is_open", "_task", "expired")
 
@@ -111,7 +111,7 @@ class Bound(Entry):
         return self
 
     def expire(self) -> None:
-        """Its block is over now, unless it has ended."""
+        """End the block by TimeoutError, unless it has ended."""
         if self._is_open and not self.expired:
             self.cancel()
             self.expired = True

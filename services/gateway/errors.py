@@ -1,4 +1,4 @@
-"""Every way a request can fail, and what each client sees of it.
+"""Every way in which a request can fail, and what clients see of it.
 
     class              HTTP   error.type                gRPC
     InvalidRequest     400    invalid_request_error     INVALID_ARGUMENT
@@ -36,7 +36,7 @@ MAX_MESSAGE_LENGTH = 2000
 
 
 class GatewayError(Exception):
-    """A typed answer "no". `param` names the field at fault, where there is one."""
+    """The typed failure of a request. `param`: the field at fault, if any."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "internal_error"
@@ -45,17 +45,17 @@ class GatewayError(Exception):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         self.message = _shortened(message)
-        super().__init__(self.message)  # which logs and traces have
+        super().__init__(self.message)  # shown in logs and traces
         self.param = None if param is None else _shortened(param)
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI words it."""
+        """Returns the error in OpenAI's form."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def _shortened(text: str) -> str:
-    """A client's own words in it may be of any length, and no Unicode."""
+    """Returns a message that may quote a client, cut to a bounded length and valid Unicode."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_MESSAGE_LENGTH else f"{text[:MAX_MESSAGE_LENGTH]}…"
 
@@ -78,7 +78,7 @@ class ModelNotFound(GatewayError):
 
 
 class NotKept(GatewayError):
-    """Nothing of this name is kept for this caller: not any more, never, or for another."""
+    """Nothing of this name is kept for this caller: it never was, expired, or is another's."""
 
     status, type, grpc = 404, "invalid_request_error", StatusCode.NOT_FOUND
 
@@ -100,7 +100,7 @@ class UnsupportedEncoding(GatewayError):
 
 
 class Poison(GatewayError):
-    """Two workers have crashed while they computed this request: nobody should try it again."""
+    """Two workers crashed while they computed this request: it should not be retried."""
 
     status, type, grpc = 422, "invalid_request_error", StatusCode.FAILED_PRECONDITION
 
@@ -116,7 +116,7 @@ class NotUpgraded(GatewayError):
 
 
 class Overloaded(GatewayError):
-    """More than the cluster can do in time, or than its queue takes. Nothing was begun."""
+    """The cluster cannot do it in time, or its queue is full. Nothing was begun."""
 
     status, type, grpc = 429, "overloaded_error", StatusCode.RESOURCE_EXHAUSTED
 
@@ -126,7 +126,7 @@ class Overloaded(GatewayError):
 
 
 class RateLimited(GatewayError):
-    """A tenant has used up one of its limits."""
+    """The tenant has used up one of its limits."""
 
     status, type, grpc = 429, "rate_limit_error", StatusCode.RESOURCE_EXHAUSTED
 
@@ -140,7 +140,7 @@ class Internal(GatewayError):
 
 
 def unexpected(request_id: str) -> Internal:
-    """For an exception that is a bug: what it says is for the log."""
+    """Returns the error to show for a bug, whose own text is for the log."""
     return Internal(f"internal error; the gateway's log tells more of request {request_id}")
 
 
@@ -153,9 +153,9 @@ class TimedOut(GatewayError):
 
 
 class WorkerLost(Unavailable):
-    """A worker failed this request: another worker may serve it.
+    """The worker failed this request, which another worker may serve.
 
-    `ended`: its process may have ended, and then this request may be why.
+    `ended`: its process may have died, perhaps of this request.
     """
 
     def __init__(self, worker_id: str, message: str, *, ended: bool = False) -> None:
@@ -181,12 +181,12 @@ BY_STATUS: dict[StatusCode, type[GatewayError]] = {
 
 
 def from_status(worker_id: str, code: StatusCode, message: str) -> GatewayError:
-    """A worker's refusal, in the gateway's words."""
+    """Returns the gateway's error for a worker's status."""
     if code in LOST:
         return WorkerLost(worker_id, message or code.name)
     return BY_STATUS.get(code, Internal)(f"worker {worker_id}: {message or code.name}")
 
 
 def from_failure(worker_id: str, code: str, message: str) -> GatewayError:
-    """The failure of one sequence, as a worker's stream names it."""
+    """Returns the gateway's error for a failure that a worker's stream reports."""
     return from_status(worker_id, StatusCode.__members__.get(code, StatusCode.INTERNAL), message)

@@ -1,4 +1,4 @@
-"""Does the gateway hold exactly what its running answers need?"""
+"""Checks that the gateway holds exactly what its running answers need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway's ways to the world: all that a simulation replaces."""
+"""Everything outside the process that a gateway uses; a simulation replaces it."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ class Door(Protocol):
     port: int
 
     async def start(self) -> None:
-        """Return once connections are taken. Raises OSError."""
+        """Start accepting connections. Raises OSError."""
 
     async def run(self) -> None:
-        """Until the server ends by itself, which it should not."""
+        """Wait until the server ends by itself, which is a failure."""
 
     def close(self) -> None:
-        """Take no connections any more, and end those that are idle; what runs goes on."""
+        """Stop accepting connections and end idle ones; running requests continue."""
 
     async def stop(self) -> None:
-        """`close`, and wait for what runs, within a bound."""
+        """Close, and wait for running requests within a bound."""
 
 
 Tune = Callable[[str, float], None]  # log level, share of traces
 
 
 def no_tuning(log_level: str, trace_sampling: float) -> None:
-    """Leave logs and traces as the process has set them up."""
+    """Leave the process's logging and tracing as they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayPorts:
-    """A gateway's ways to the world. The gateway closes the registry when it ends."""
+    """The outside of a gateway. The gateway closes the registry when it ends."""
 
     registry: Registry
     connect: Callable[[str], aio.Channel]
     serve: Callable[[Sequence[rpc.Servicer], str, int], Awaitable[rpc.Server]]
-    # An ASGI app, host, port, and whether others may listen there; None: no HTTP.
+    # Takes an ASGI app, host, port, and whether other processes may listen there. None: no HTTP.
     serve_http: Callable[[Any, str, int, bool], Door] | None
     read_model: ReadModel
-    new_id: Callable[[], str]  # a name that nothing else has
-    seeds: random.Random  # for requests that bring none
-    wall: Callable[[], float]  # Unix seconds
-    hostname: str = "localhost"  # of this machine
-    pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
-    dead_here: Callable[[str], str] = lambda process: ""  # what this host's kernel says of a worker's process
-    sandbox: Sandbox | None = None  # where what clients send is read that could do harm
-    helpers: Sequence[Sandbox] = ()  # all that the gateway runs
-    store: Store | None = None  # for what clients ask to be kept; the gateway closes it
+    new_id: Callable[[], str]  # returns a unique id
+    seeds: random.Random  # seeds of requests without one
+    wall: Callable[[], float]  # returns Unix seconds
+    hostname: str = "localhost"  # this machine's name
+    pressure: Callable[[float], float] = no_pressure  # CPU pressure of other processes in the last n seconds
+    dead_here: Callable[[str], str] = lambda process: ""  # how this host's kernel says a worker's process died
+    sandbox: Sandbox | None = None  # reads input of clients that could do harm
+    helpers: Sequence[Sandbox] = ()  # all sandboxes, run by the gateway
+    store: Store | None = None  # for responses that are kept; the gateway closes it
     tune: Tune = no_tuning
     records: RequestRecords = field(default_factory=RequestRecords)
-    recent: telemetry.RecentSpans = field(default_factory=telemetry.RecentSpans)  # of this process
+    recent: telemetry.RecentSpans = field(default_factory=telemetry.RecentSpans)  # this process's latest spans
     access: Access = field(default_factory=lambda: Access(None, share_prefixes=True))

@@ -1,11 +1,11 @@
-"""The gateway, inside any process: nothing that a simulation could not replace.
+"""The gateway without its process: everything outside comes in as GatewayPorts, so that a simulation can replace it.
 
 1 see       the registry, once; from then on in the background. Redis need not be up yet
 2 serve     HTTP and gRPC on one event loop; the models that register (roster.py); ready when one has a path
-3 leave     asked to drain: not ready, but serving all that still comes, until nothing has come for a while
+3 leave     asked to drain: not ready, but serving requests until none has come for a while
 4 end       not ready; connections close: gRPC's by GOAWAY, HTTP's by `connection: close` on what comes within
-            CLOSING_S; then none is taken any more, and running requests get `drain_s`, then a typed error; what they
-            held is released before the process ends
+            CLOSING_S; then no connection is accepted, and running requests get `drain_s`, then a typed error; their
+            blocks and reservations are released before the process ends
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ log = structlog.get_logger(__name__)
 FREE_WAIT_S = 3.0
 GRPC_GRACE_S = 1.0
 HEALTH_S = 0.25
-# Balancers that have seen a gateway turn unready send it nothing any more after so long.
+# Load balancers send nothing more this long after a gateway turned unready.
 QUIET_S = 3.0
 IDLE_CHECK_S = 0.05
-# Pooled HTTP connections that are in use learn within so long that they are to go.
+# Clients learn within this time that their pooled HTTP connections are to be closed.
 CLOSING_S = 1.0
 
 
 class Gateway:
-    """Use as an async context manager: inside, it serves.
+    """A gateway, which serves inside its async context.
 
     Args:
-        make_router: another kind of Router, to be measured against this one.
+        make_router: another Router, for benchmarks.
     """
 
     def __init__(self, settings: GatewaySettings, ports: GatewayPorts, make_router: type[Router] = Router) -> None:
@@ -108,7 +108,7 @@ class Gateway:
         log.info("stopped")
 
     async def failed(self) -> None:
-        """Until a task of the gateway dies; raises what it died of."""
+        """Wait until a task of the gateway dies, and raise its error."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -118,11 +118,11 @@ class Gateway:
         return check_gateway(self.directory, self._background)
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
-        """As `of_gateway`."""
+        """Returns whether a request would be served now, and what is missing."""
         return of_gateway(self.directory)
 
     async def drain(self) -> bool:
-        """Turn unready and serve on until no request has come or run for QUIET_S; False if `drain_s` was over first."""
+        """Turn unready and serve until no request has come or run for QUIET_S. Returns False after `drain_s`."""
         state = self.shared.state
         state.leaving = True
         loop = asyncio.get_running_loop()
@@ -225,7 +225,7 @@ class Gateway:
         )
 
     def _make_llm(self, key: ModelKey, model: ServedModel) -> LLM:
-        """With what is of one model alone: nobody else waits for what it has waiting."""
+        """Returns one model with a queue, pool and pipeline of its own, so that models do not wait for each other."""
         shared, registry, now = self.shared, self._ports.registry, self.shared.settings
         pool = WorkerPool(shared.view, key, self._ports.connect, self._judging)
         cluster = ClusterAccess(
@@ -251,7 +251,7 @@ class Gateway:
         return [llm.pool.run(), llm.admission.run(self.shared.view, capacity, others)]
 
     def _take_over(self, settings: GatewaySettings) -> None:
-        """Settings that may change while it runs: requests that come from now on see them."""
+        """Apply settings that may change at run time to the requests that come from now on."""
         self.shared.state.settings, weights = settings, _weights(settings)
         for admission in (self.shared.text_turns.admission, *(llm.admission for llm in self.directory.llms.values())):
             admission.take_over(weights, settings.max_queued)
@@ -298,7 +298,7 @@ class Gateway:
         self._stack.push_async_callback(_end, task)
 
     async def _tell_health(self) -> None:
-        """gRPC health says what /health/ready says."""
+        """Keep gRPC health equal to /health/ready."""
         known: bool | None = None
         while True:
             ready, found = self.readiness()
@@ -335,7 +335,7 @@ class Gateway:
             )
 
     async def _turn_away(self) -> None:
-        """Until nothing runs, and nothing can come any more."""
+        """Stop accepting connections and wait until no request runs."""
         await asyncio.sleep(min(CLOSING_S, self.settings.drain_s / 10))
         for door in self._doors:
             door.close()

@@ -1,4 +1,4 @@
-"""Everything that can be set about a gateway. Times are in seconds, sizes in bytes."""
+"""The settings of a gateway. Times are in seconds, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@,]+")
 
 
 class Disaggregation(StrEnum):
-    """The policy who prefills."""
+    """The policy by which prompts are prefilled."""
 
     REQUIRE = "require"  # a prefill worker, or the request fails
-    PREFER = "prefer"  # a prefill worker; the decode worker itself where none can
+    PREFER = "prefer"  # a prefill worker; the decode worker if none can
     AUTO = "auto"  # whichever costs less, by the rates that the workers have measured
 
 
@@ -50,7 +50,7 @@ class ReasoningParser(StrEnum):
     GRANITE_3_2 = "granite_3_2"  # two sentences
 
 
-# What of GatewaySettings may change while it runs.
+# Settings that may change at run time.
 FOLLOWED = frozenset(
     {
         "classes", "tenant_weights", "max_queued", "max_admitted_tokens", "prefill_queue_tokens", "max_choices",
@@ -60,13 +60,13 @@ FOLLOWED = frozenset(
 
 
 MAX_TIMEOUT_S = 24 * 3600.0
-# Bounds of what an operator may set while it runs: a mistake, too, leaves a cluster that serves.
+# Bounds of settings at run time: even a mistake leaves a cluster that serves.
 Weight = Annotated[float, Field(ge=0.001, le=1000)]
 MOST_TOKENS = 10**9
 
 
 class ClassSettings(BaseModel):
-    """A priority class. Times are in seconds; None: no target. `objective`: of the service, see docs/slo.md."""
+    """A priority class. Times are in seconds; None: no target. `objective`: see docs/slo.md."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -220,7 +220,7 @@ class GatewaySettings(ClusterSettings):
         return self.own_http_port is not None
 
     def reachable_host(self, hostname: str) -> str:
-        """Host at which others reach it; `hostname` is the machine's."""
+        """Returns the host by which others reach the gateway. `hostname`: the machine's."""
         return self.advertise_host or (hostname if self.host in EVERYWHERE else self.host)
 
     @model_validator(mode="after")

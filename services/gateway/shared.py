@@ -34,7 +34,7 @@ class State:
     settings: GatewaySettings
     running: set[Answer] = field(default_factory=set)
     accepted: int = 0
-    leaving: bool = False  # balancers should send nothing more; what comes is served
+    leaving: bool = False  # load balancers should send no more; requests are still served
     stopping: bool = False
 
 
@@ -57,14 +57,14 @@ class Shared:
     grammars: CheckedGrammars
     store: Store | None = None
     records: RequestRecords = field(default_factory=RequestRecords)
-    detached: BackgroundTasks = field(default_factory=BackgroundTasks)  # answers that nobody waits for
+    detached: BackgroundTasks = field(default_factory=BackgroundTasks)  # answers that no client waits for
 
     @property
     def settings(self) -> GatewaySettings:
         return self.state.settings
 
     def deadline(self, seconds: float | None, param: str | None = None) -> float:
-        """When a request ends that may take so long, or the default. On the event loop's clock.
+        """Returns the deadline of a request that may take `seconds`, or the default, on the event loop's clock.
 
         Raises:
             InvalidRequest: naming `param`.
@@ -81,7 +81,7 @@ class Shared:
         Args:
             headers: of HTTP, or gRPC metadata.
             arrived: on the event loop's clock.
-            model: that it could only have been for; "" where there are several.
+            model: the only one there is; "" if there are several.
         """
         after_s = asyncio.get_running_loop().time() - arrived
         self.metrics.request("none", error.status)

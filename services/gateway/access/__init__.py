@@ -1,4 +1,4 @@
-"""Who asks, and how much they may have. The gateway may enter."""
+"""API keys, tenants and their limits. The gateway may enter."""
 
 from services.gateway.access.access import ANYONE, Access, Caller
 from services.gateway.access.allowances import Allowances, check_tier, headers_of

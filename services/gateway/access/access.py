@@ -1,4 +1,4 @@
-"""Who asks: the API key that a request brings, and what follows from it.
+"""API keys: the client that a request's key stands for, and what it may do.
 
     no key file     anyone may ask; the tenant is the one that the request names
     a key file      `Authorization: Bearer tk-…` on every request, HTTP or gRPC; the tenant is the key's, whatever the
@@ -29,14 +29,14 @@ SCHEME = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is, as far as its key says."""
+    """The client that a key stands for."""
 
     tenant: str
     tier: Tier
     names_tenants: bool
-    models: frozenset[str] | None = None  # that it may use; None: all
+    models: frozenset[str] | None = None  # that the client may use; None: all
     manages_models: bool = True
-    key_id: str = ""  # the public part
+    key_id: str = ""  # the key's public part
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
@@ -54,12 +54,12 @@ ANYONE = Caller("", Tier(), names_tenants=True)
 
 
 class Access:
-    """Run `run` as a task: it follows the file."""
+    """The keys of a file, which `run` follows."""
 
     def __init__(self, path: Path | None, share_prefixes: bool) -> None:
         """
         Raises:
-            OSError, ValueError: the file is not there, or malformed.
+            OSError, ValueError: the file is missing or malformed.
         """
         self._path = path
         self._share_prefixes = share_prefixes
@@ -90,17 +90,17 @@ class Access:
         )  # fmt: skip
 
     def may_name_tenants(self, headers: Mapping[str, str]) -> bool:
-        """True for those who may know of others than themselves: operators, and anyone where no keys are asked for.
+        """True if the client may see other tenants' names: an operator's key, or no keys are required.
 
         Raises:
-            Unauthorized: there is a key, and it is not valid.
+            Unauthorized: the key is not valid.
         """
         if self._path is None or not _said_key(headers):
             return self._path is None
         return self.authenticate(headers).manages_models
 
     def tenant(self, client: Caller, headers: Mapping[str, str], said: str, param: str) -> str:
-        """Whom the request counts for, where its own field `param` names `said`.
+        """Returns the tenant of a request whose field `param` names `said`.
 
         Raises:
             InvalidRequest: the name is malformed.
@@ -111,7 +111,7 @@ class Access:
         return named or client.tenant
 
     def cache_salt(self, tenant: str, said: str) -> str:
-        """Under which a prompt's blocks are named: equal prompts of two tenants have no block in common."""
+        """Returns the salt of a prompt's block hashes: two tenants share no block, even of equal prompts."""
         return said if self._path is None or self._share_prefixes else f"{tenant}\0{said}"
 
     async def run(self) -> None:
@@ -135,6 +135,6 @@ class Access:
 
 
 def _said_key(headers: Mapping[str, str]) -> str:
-    """Returns the header that brings a key, as OpenAI's clients send it, for Anthropic's too; "" without one."""
+    """Returns the value of the header that carries a key, OpenAI's or Anthropic's, as OpenAI's; "" without one."""
     key = headers.get("x-api-key", "")
     return headers.get("authorization", "") or (f"Bearer {key}" if key else "")

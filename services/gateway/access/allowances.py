@@ -1,6 +1,6 @@
-"""Takes from a tenant's limits before a request begins, and returns at its end what was not used.
+"""Charges a tenant's limits before a request begins, and refunds at its end what was not used.
 
-While Redis is gone nothing is counted and nobody is refused: the limits guard shares, not the cluster.
+While Redis is gone nothing is counted and no client is refused: the limits guard shares, not the cluster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LACKING = {
 
 
 class Allowances:
-    """`take` before a request begins; `settle` after it, whatever came of it."""
+    """`take` before a request begins, `settle` after its end."""
 
     def __init__(self, limits: TenantLimits, in_background: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         self._limits, self._in_background = limits, in_background
@@ -34,14 +34,14 @@ class Allowances:
     async def take(
         self, client: Caller, tenant: str, request_id: str, prompt_tokens: int, new_tokens: int, seconds: float
     ) -> Taken | None:
-        """None where nothing is counted.
+        """Returns what was charged; None if nothing is counted.
 
         Args:
-            new_tokens: the most that it may write.
-            seconds: how long it may run.
+            new_tokens: the most that it may generate.
+            seconds: the longest that it may run.
 
         Raises:
-            RateLimited: says which limit, and when to come again.
+            RateLimited: names the limit and when to retry.
             InvalidRequest: more tokens than its tier has in a minute.
         """
         if client is ANYONE:
@@ -65,7 +65,7 @@ class Allowances:
 
     @asynccontextmanager
     async def one(self, client: Caller, tenant: str, request_id: str, seconds: float) -> AsyncIterator[dict[str, str]]:
-        """Inside, a request that costs no tokens is counted as one. Yields the headers that report its limits.
+        """Count a request without tokens while the block runs. Yields headers that report the tenant's limits.
 
         Raises:
             RateLimited
@@ -83,7 +83,7 @@ class Allowances:
         cost = client.tier.cost(prompt_tokens, completion_tokens, cached_tokens)
 
         async def settle() -> None:
-            with suppress(RegistryUnavailable):  # it is tried again later
+            with suppress(RegistryUnavailable):  # retried later
                 await self._limits.settle(taken, prompt_tokens, completion_tokens, cost, cached_tokens)
 
         self._in_background(settle())
@@ -102,7 +102,7 @@ def check_tier(tier: Tier, prompt_tokens: int, max_tokens: int | None, param: st
 
 
 def headers_of(taken: Taken) -> dict[str, str]:
-    """As OpenAI says it."""
+    """Returns the rate-limit headers by OpenAI's names."""
     said: dict[str, str] = {}
     for name, limit, left, full_s in (
         ("requests", taken.limits.requests_per_minute, taken.requests_left, taken.requests_full_s),

@@ -1,4 +1,4 @@
-"""Waiting to be let into the cluster, and being inside.
+"""Admission: waiting to enter the cluster, and being inside.
 
     check ──> refused at once, before its prompt is tokenized
     enter ──> it is this work's turn, and there is room ──> inside ── first token ──> prefilled ── end ──> leave
@@ -28,31 +28,31 @@ from services.gateway.returns import Returns
 from tandem.registry import ClusterView, Demand
 
 FOLLOW_S = 0.25
-# A forecast of a turn is not exact: what would come later than this part of its time is not waited for.
+# Forecasts are inexact: work does not wait for a turn that uses more than this part of its time.
 SURE = 0.7
-LOOKED_UP = 2**16  # tokens, which takes 4 ms
+LOOKED_UP = 2**16  # tokens looked up at a time, which takes 4 ms
 
 
 class Admission:
-    """Owns who waits and who is inside. `run` follows the cluster's capacity."""
+    """The waiting and the admitted work of one model. `run` follows the cluster's capacity."""
 
     def __init__(self, queue: FairQueue, max_queued: int) -> None:
-        """`max_queued`: at all gateways of the model, each of which has an equal part of it."""
+        """`max_queued`: the most waiting at all gateways of the model; each has an equal part."""
         self.admitted = Admitted()
-        self.demand: Demand = []  # what is waiting and inside, as of when the cluster was last looked at
+        self.demand: Demand = []  # waiting and admitted work at the last look at the cluster
         self._forecast, self._returns = Forecast(), Returns()
         self._queue = queue
         self._max_queued = self._room = max_queued
-        # Done when it is let in, or with why not.
+        # Done when the work is admitted, with an error if it is refused.
         self._turns: dict[Work, asyncio.Future[GatewayError | None]] = {}
         self._stopped: Callable[[], GatewayError] | None = None
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Returns how many wait."""
         return len(self._queue)
 
     def take_over(self, weights: Weights, max_queued: int) -> None:
-        """Other limits, from the next look at the cluster on."""
+        """Change limits, from the next look at the cluster on."""
         self._queue.take_over(weights)
         self._room = max(1, self._room * max_queued // self._max_queued)
         self._max_queued = max_queued
@@ -61,14 +61,14 @@ class Admission:
         return self._queue.num_waiting(kind)
 
     def lines(self) -> list[TenantLine]:
-        """By class and tenant, all that waits."""
+        """Returns the waiting work by class and tenant."""
         return self._queue.lines()
 
     def check(self, work: Work) -> None:
-        """Refuse what `enter` would refuse for coming too late, before anything is done for it. Keeps nothing of it.
+        """Refuse work that `enter` would refuse as too late, before anything is done for it. Changes nothing.
 
         Args:
-            work: as little as it may come to, where that is not known yet.
+            work: its least possible size, where that is unknown yet.
 
         Raises:
             Overloaded
@@ -77,12 +77,12 @@ class Admission:
             raise late
 
     async def enter(self, work: Work) -> None:
-        """Return when `work` may go on. Whatever comes of it, `leave` follows.
+        """Wait until `work` is admitted. `leave` must follow in any case.
 
         Raises:
-            Overloaded: it would come too late, or too many wait and this is the one to go.
-            TimedOut: the deadline came first.
-            GatewayError: made by what was passed to `stop`.
+            Overloaded: it would come too late, or too many wait and this is the one to drop.
+            TimedOut: its deadline passed first.
+            GatewayError: as made by the argument of `stop`.
         """
         if self._stopped:
             raise self._stopped()
@@ -107,7 +107,7 @@ class Admission:
             raise error
 
     def wrote(self, work: Work, num_tokens: int) -> None:
-        """So many new tokens of work that is inside."""
+        """Note new tokens of admitted work."""
         if num_tokens and not work.new_tokens:
             self._forecast.prefilled(work, asyncio.get_running_loop().time())
             self.admitted.prefilled(work)
@@ -115,7 +115,7 @@ class Admission:
         work.new_tokens += num_tokens
 
     def leave(self, work: Work) -> None:
-        """It has ended, well or not, inside or waiting; nothing happens where it is neither."""
+        """Note that work has ended, admitted or waiting; does nothing if it is neither."""
         if work in self.admitted:
             self._forecast.ended(work, asyncio.get_running_loop().time())
             self.admitted.leave(work)
@@ -128,7 +128,7 @@ class Admission:
         """
         Args:
             capacity: of the cluster.
-            others: what other gateways have to do.
+            others: the demands of other gateways.
         """
         self.demand = demand_of((*self.admitted, *self._queue), capacity) if capacity else []
         share = share_of(self.demand, others, self._queue.weights)
@@ -146,17 +146,17 @@ class Admission:
             await view.wait_changed(FOLLOW_S)
 
     def stop(self, error: Callable[[], GatewayError]) -> None:
-        """Let nobody in any more, and end those that wait.
+        """Admit no more work, and refuse what waits.
 
         Args:
-            error: makes one for each: one that many raise keeps, in its traceback, all that they hold.
+            error: makes one for each: the traceback of a shared error would keep what all its raisers hold.
         """
         self._stopped = error
         for work in list(self._turns):
             self._refuse(work, error())
 
     def check_integrity(self) -> list[str]:
-        """One line for each contradiction; none is what should be."""
+        """Returns a line for each contradiction; none is healthy."""
         problems = self.admitted.check_integrity() + self._queue.check_integrity()
         if len(self._queue) != len(self._turns):
             problems.append(f"waiting: {len(self._queue)} in line, {len(self._turns)} with a turn to wait for")
@@ -177,7 +177,7 @@ class Admission:
         self._forecast.entered(work, self.admitted, now)
 
     def _next(self) -> Work | None:
-        """The first one, or where there is no room for it one that has room by being more urgent."""
+        """Returns the next work to admit: the first, or a more urgent one that has room where the first has none."""
         first = self._queue.first()
         if first is None or self._fits(first):
             return first
@@ -198,7 +198,7 @@ class Admission:
         return self._turns.pop(work)
 
     def _too_late(self, work: Work, *, has_room: bool = False) -> Overloaded | None:
-        """Why work that has others before it had better go: others, in time, would only come later."""
+        """Returns the error of work that would come too late and delay others in vain; None if it may wait."""
         if work.ttft_s is None and work.end_by == inf:
             return None
         late = self._late(work, has_room)
@@ -208,7 +208,7 @@ class Admission:
         return None if late is None else self._overloaded(work, *late)
 
     def _look_up(self, work: Work) -> None:
-        """Finds how much is cached of this prompt and of those that may be before it, of a bounded number at a time."""
+        """Look up the cached tokens of this prompt and of those before it, a bounded number at a time."""
         left = LOOKED_UP
         for one in (work, *self.admitted.prefilling(), *self._queue):
             if one.look_up is not None and left > 0:
@@ -218,7 +218,7 @@ class Admission:
                 place.know(one, cached)
 
     def _late(self, work: Work, has_room: bool) -> tuple[str, str, float] | None:
-        """Why it would come too late, and in how many seconds it would not."""
+        """Returns why the work would come too late (code, message), and after how many seconds it would not."""
         now, target = asyncio.get_running_loop().time(), work.ttft_s
         forecast, inside, left = self._forecast, self.admitted, work.end_by - now
         turn_s = 0.0 if has_room else self._turn_s(work, now)
@@ -235,13 +235,12 @@ class Admission:
         return None
 
     def _overloaded(self, work: Work, code: str, said: str, room_s: float) -> Overloaded:
-        """It says to come again once there is room, which there is in `room_s` for the first that was refused."""
+        """Returns an error whose retry-after spreads refused clients: the first returns in `room_s`, others later."""
         each_s = self._forecast.each_s(work, self.admitted)
         return Overloaded(said, code, self._returns.wait_s(room_s, each_s, asyncio.get_running_loop().time()))
 
     def _turn_s(self, work: Work, now: float) -> float:
-        """Seconds until its turn, with none of its tenant's made late by it: at the end of them, but before those that
-        may begin later still."""
+        """Returns the seconds until its turn if it makes none of its tenant's other work late."""
 
         def turn_s(until: float) -> float:
             tokens = self._queue.tokens_ahead(work, until)

@@ -1,4 +1,4 @@
-"""How much may be in the cluster at once, and how much is.
+"""The cluster's capacity, and the work that is in it.
 
     tokens          KV blocks of the decode workers: a choice may come to hold its prompt and all that it may write
     sequences       seats in the decode workers' batches, and those whose prompts are prefilled meanwhile; more urgent
@@ -29,12 +29,12 @@ class Capacity:
     tokens: int
     sequences: int
     prompt_tokens: int
-    prompts: int  # so many may wait to be prefilled whatever their tokens
-    max_tokens: int | None = None  # never to be exceeded, whatever is shared
-    prefill_tokens_per_s: float = 0.0  # of all that prefill; 0: not measured yet
+    prompts: int  # prompts that may wait to be prefilled whatever their tokens
+    max_tokens: int | None = None  # never exceeded, whatever the gateways' shares
+    prefill_tokens_per_s: float = 0.0  # of all prefilling workers; 0: not measured yet
 
     def times(self, part: float) -> Capacity:
-        """For a gateway whose part of the cluster this is; one choice has room in any."""
+        """Returns a gateway's part of the capacity, which has room for one choice at least."""
         most = self.max_tokens
         return Capacity(
             tokens=round(self.tokens * part),
@@ -46,7 +46,7 @@ class Capacity:
         )
 
     def filled_by(self, work: Work) -> float:
-        """The part of that room which the work takes most of."""
+        """Returns the largest part of a resource that the work fills."""
         tokens = min(self.tokens, self.max_tokens or self.tokens)
         prefilling = 0.0 if work.new_tokens else work.prompt_tokens / self.prompt_tokens
         return max(work.cost / tokens, 1 / self.sequences, prefilling)
@@ -55,10 +55,10 @@ class Capacity:
 def capacity_of(
     workers: Sequence[LiveWorker], prefill_queue_tokens: int, max_tokens: int | None, decodes_prefill: bool
 ) -> Capacity | None:
-    """None without a decode worker: nothing is known then, and the router says best what is missing.
+    """Returns the workers' capacity; None without a decode worker, where the router reports what is missing.
 
     Args:
-        prefill_queue_tokens: how much may wait to be prefilled by each worker that prefills.
+        prefill_queue_tokens: prompt tokens that may wait at each prefilling worker.
         max_tokens: of the answer.
         decodes_prefill: decode workers prefill beside prefill workers, and not only where there are none.
     """
@@ -80,15 +80,15 @@ def capacity_of(
 
 
 class Admitted:
-    """The requests inside the cluster. Anything fits an empty cluster, and while its capacity is not known."""
+    """The work inside the cluster. Anything fits while the cluster is empty or its capacity unknown."""
 
     def __init__(self) -> None:
         self.capacity: Capacity | None = None
         self.tokens = 0
         self.prompt_tokens = 0
-        self._inside: dict[Work, None] = {}  # in the order in which they came
+        self._inside: dict[Work, None] = {}  # in the order of entry
         self._prefilling: set[Work] = set()
-        self._prompts = [0] * len(PriorityClass)  # tokens that are to be prefilled, by class
+        self._prompts = [0] * len(PriorityClass)  # tokens to prefill, by class
 
     def __contains__(self, work: Work) -> bool:
         return work in self._inside
@@ -97,11 +97,11 @@ class Admitted:
         return len(self._inside)
 
     def __iter__(self) -> Iterator[Work]:
-        """Oldest first."""
+        """Iterates, oldest first."""
         return iter(self._inside)
 
     def __reversed__(self) -> Iterator[Work]:
-        """Newest first."""
+        """Iterates, newest first."""
         return reversed(self._inside)
 
     def fits(self, work: Work) -> bool:
@@ -118,39 +118,39 @@ class Admitted:
         return not self.is_probe(work) or not self._is_probed(work.priority_class)
 
     def is_probe(self, work: Work) -> bool:
-        """True if it goes beyond the blocks that are counted on."""
+        """True if the work needs more blocks than are expected to be free."""
         if self.capacity is None or not self._inside:
             return False
         return self.tokens + work.cost > self.capacity.tokens
 
     def yielded_to(self, kind: PriorityClass) -> int:
-        """Tokens of less urgent work, whose blocks work of this class may have."""
+        """Returns the tokens of less urgent work, whose blocks work of this class may take."""
         capacity = self.capacity
         if capacity is None or capacity.max_tokens is not None or not self._has_seat(kind, capacity.sequences):
             return 0
         return sum(work.cost for work in self._inside if work.priority_class > kind)
 
     def prompts_before(self, work: Work) -> int:
-        """Prompt tokens that workers prefill before this one's, which waits or has just entered."""
+        """Returns the prompt tokens that workers prefill before this work's."""
         own = work.to_prefill if work in self._prefilling else 0
         return sum(self._prompts[: work.priority_class + 1]) - own
 
     @property
     def mean_to_prefill(self) -> float:
-        """Prompt tokens of those that are prefilled, each."""
+        """Returns the mean number of prompt tokens of work to prefill."""
         return sum(self._prompts) / len(self._prefilling) if self._prefilling else 0.0
 
     def prefilling(self) -> Collection[Work]:
         return self._prefilling
 
     def know(self, work: Work, cached: int) -> None:
-        """So much is cached of work that is inside."""
+        """Note how many tokens of admitted work are cached."""
         if work in self._prefilling:
             self._prompts[work.priority_class] += work.cached - cached
         work.cached = cached
 
     def prefill_s(self, tokens: float) -> float:
-        """Seconds that so many prompt tokens take by what workers measured; 0: not known."""
+        """Returns the seconds to prefill tokens at the workers' measured rate; 0 if unknown."""
         rate = self.capacity.prefill_tokens_per_s if self.capacity else 0.0
         return tokens / rate if rate else 0.0
 
@@ -162,7 +162,7 @@ class Admitted:
         self._prompts[work.priority_class] += work.to_prefill
 
     def prefilled(self, work: Work) -> None:
-        """Its first token is there: it has its blocks, and its prompt waits no longer."""
+        """Note the first token of work: its prompt is computed and its blocks are taken."""
         if work in self._prefilling:
             self._prefilling.remove(work)
             self.prompt_tokens -= work.prompt_tokens
@@ -174,7 +174,7 @@ class Admitted:
         self.tokens -= work.cost
 
     def check_integrity(self) -> list[str]:
-        """One line for each counter that contradicts what is inside."""
+        """Returns a line for each counter that contradicts the work inside."""
         sums = {
             "tokens": (self.tokens, sum(work.cost for work in self._inside)),
             "prompt tokens": (self.prompt_tokens, sum(work.prompt_tokens for work in self._prefilling)),
@@ -184,8 +184,9 @@ class Admitted:
         return [f"{name}: {is_} where {should} should be" for name, (is_, should) in sums.items() if is_ != should]
 
     def _has_seat(self, kind: PriorityClass, seats: int) -> bool:
-        """In engines less urgent work leaves its seat to more urgent, too: which of it, they choose. So none is counted
-        on while some of it might miss its deadline then."""
+        """True if a seat is free, or less urgent work can give one up without missing its deadline.
+
+        Engines choose which work gives up its seat, so none is counted on while any of it is in a hurry."""
         if len(self._inside) < seats:
             return True
         less_urgent = [work for work in self._inside if work.priority_class > kind]

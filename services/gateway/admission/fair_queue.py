@@ -24,36 +24,36 @@ from math import inf
 from services.gateway.admission.fair_share import FairShare, Party
 from services.gateway.admission.priority import PriorityClass
 
-# So many idle tenants are remembered at least before those with nothing owed are forgotten.
+# Idle tenants that are owed nothing are forgotten once there are more than this.
 MIN_REMEMBERED = 64
-# A weight counts for so much at least: what a party had while it was here with little of its work keeps it back after.
+# The least effective weight, so that a party that has little of its work here is not held back too long after.
 LEAST_HERE = 1 / 16
-# What classes were given lately: each choice taken counts for so much less with every one behind it.
+# Decay of what classes were given lately, for each choice taken.
 FADES = 1 - 1 / 64
 ROUNDS = 8
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One choice, as the queue sees it. Sizes are in tokens."""
+    """One choice as the queue sees it. Sizes are in tokens."""
 
     priority_class: PriorityClass
     tenant: str
     deadline: float  # on the event loop's clock
     prompt_tokens: int
     max_new_tokens: int
-    ttft_s: float | None = None  # how late its first token may come; None: as late as its deadline
-    end_by: float = inf  # the deadline, where the request named one: what would end later is refused at once
-    look_up: Callable[[], int] | None = None  # how much of the prompt workers have cached; called once, if at all
-    cached: int = 0  # what that said
-    new_tokens: int = 0  # written so far
-    start_by: float = inf  # its turn is too late after that: on the event loop's clock, set before it waits
+    ttft_s: float | None = None  # TTFT target; None: its deadline
+    end_by: float = inf  # the request's own deadline: work that would end later is refused immediately
+    look_up: Callable[[], int] | None = None  # returns the prompt's cached tokens; called at most once
+    cached: int = 0  # its result
+    new_tokens: int = 0  # tokens written so far
+    start_by: float = inf  # the latest useful turn, on the event loop's clock; set before it waits
     arrival: int = 0  # set by the queue
-    entered_at: float = 0.0  # on the event loop's clock, as is
-    line_s: float = 0.0  # when it entered: to prefill what is prefilled before it, and itself, by what workers measured
-    first_at: float = 0.0  # when its first token came
-    is_probe: bool = False  # let in beyond the blocks that were counted on
-    hurries: bool = False  # once inside, it might miss its deadline if it had to wait for others
+    entered_at: float = 0.0  # on the event loop's clock, as
+    line_s: float = 0.0  # at its entry: seconds to prefill what is before it and itself, at measured rates
+    first_at: float = 0.0  # time of its first token
+    is_probe: bool = False  # admitted although it may need more blocks than are expected to be free
+    hurries: bool = False  # inside, it might miss its deadline if it had to wait
 
     @property
     def cost(self) -> int:
@@ -61,7 +61,7 @@ class Work:
 
     @property
     def to_prefill(self) -> int:
-        """Prompt tokens that have to be computed, as far as is known."""
+        """Prompt tokens to compute, as far as known."""
         return self.prompt_tokens - self.cached
 
     @property
@@ -72,12 +72,13 @@ class Work:
 class _Tenant(Party):
     def __init__(self, name: str, weight: float, rank: int) -> None:
         super().__init__(name, weight, rank)
-        self.works: list[Work] = []  # the first one last
-        self.tokens = 0  # of all of them
+        self.works: list[Work] = []  # next one last
+        self.tokens = 0  # their sum
 
     def tokens_before(self, work: Work, until: float) -> int:
-        """Tokens of those that go before this one, which waits too or does not yet, and of those that have to begin
-        before `until`. Newcomers stand at the end as a rule."""
+        """Returns the tokens of works before this one (waiting or not) and of those that must begin before `until`.
+
+        Newcomers usually stand at the end."""
         own = _last_first(work)
         place = bisect_left(self.works, min(own, (-until, 0.0)), key=_last_first)
         behind = sum(other.cost for other in self.works[:place])
@@ -91,12 +92,12 @@ class _Class(Party):
         self.share = FairShare[_Tenant]()
         self.tenants: dict[str, _Tenant] = {}
         self.num_waiting = 0
-        self.given = 0.0  # tokens lately
+        self.given = 0.0  # tokens given lately, decayed
         self.forget_above = MIN_REMEMBERED
 
     @property
     def tokens(self) -> int:
-        """Tokens of all that waits."""
+        """Tokens of all waiting work."""
         return sum(tenant.tokens for tenant in self.tenants.values())
 
     def first(self) -> Work:
@@ -105,7 +106,7 @@ class _Class(Party):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All above 0: of every class, and of tenants, 1 for those not named."""
+    """Weights above 0: of each class, and of tenants; 1 for tenants not named."""
 
     classes: Mapping[PriorityClass, float]
     tenants: Mapping[str, float] = field(default_factory=dict)
@@ -119,7 +120,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class TenantLine:
-    """Work of one tenant in one class that waits."""
+    """The waiting work of one tenant in one class."""
 
     priority_class: PriorityClass
     tenant: str
@@ -128,7 +129,7 @@ class TenantLine:
 
 
 class FairQueue:
-    """Work that waits. What was taken is settled at its end, by `correct`."""
+    """The waiting work of all classes and tenants. Work that was taken is settled by `correct` when it ends."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -136,7 +137,7 @@ class FairQueue:
         self._classes = {kind: _Class(kind, weights.of_class(kind)) for kind in PriorityClass}
         self._tenants_here: Mapping[tuple[PriorityClass, str], float] = {}
         self._numbers = count()
-        self._to_prefill = 0  # tokens of all that waits
+        self._to_prefill = 0  # prompt tokens to compute of all waiting work
 
     def __bool__(self) -> bool:
         return bool(self._share.waiting)
@@ -145,11 +146,11 @@ class FairQueue:
         return sum(group.num_waiting for group in self._classes.values())
 
     def __iter__(self) -> Iterator[Work]:
-        """In no order."""
+        """Iterates in no order."""
         return (w for group in self._classes.values() for tenant in group.tenants.values() for w in tenant.works)
 
     def weigh(self, classes: Mapping[PriorityClass, float], tenants: Mapping[tuple[PriorityClass, str], float]) -> None:
-        """How much of what a class's and a tenant's weight gives them is to be had here; all where it is not said."""
+        """Scale weights to the shares of classes and tenants that are available at this gateway; 1 if not named."""
         self._tenants_here = tenants
         for kind, group in self._classes.items():
             group.weight = self.weights.of_class(kind) * max(classes.get(kind, 1.0), LEAST_HERE)
@@ -157,7 +158,7 @@ class FairQueue:
                 tenant.weight = self._weight(kind, name)
 
     def take_over(self, weights: Weights) -> None:
-        """Others from now on; all of them are to be had here until the next `weigh`."""
+        """Replace weights; they apply in full until the next `weigh`."""
         self.weights = weights
         self.weigh({}, self._tenants_here)
 
@@ -165,7 +166,7 @@ class FairQueue:
         return self._classes[kind].num_waiting
 
     def lines(self) -> list[TenantLine]:
-        """The longest first."""
+        """Returns the lines, longest first."""
         tenants = ((kind, tenant) for kind, group in self._classes.items() for tenant in group.share.waiting)
         lines = (TenantLine(kind, tenant.name, len(tenant.works), tenant.tokens) for kind, tenant in tenants)
         return sorted(lines, key=lambda line: -line.tokens)
@@ -184,7 +185,7 @@ class FairQueue:
         group.num_waiting += 1
 
     def pass_through(self, work: Work) -> None:
-        """As it would be pushed and taken, where nothing waits."""
+        """Push and take work in one step, as nothing waits."""
         work.arrival = next(self._numbers)
         group = self._classes[work.priority_class]
         self._give(group, work.cost)
@@ -193,12 +194,12 @@ class FairQueue:
         _forget(group)
 
     def first(self) -> Work | None:
-        """The one whose turn it is."""
+        """Returns the work whose turn it is."""
         return self._share.waiting[0].first() if self._share.waiting else None
 
     def passing(self) -> Iterator[Work]:
-        """The first ones of more urgent classes, which may go before the first where that has no room and they have:
-        until they are as far ahead as its own turn takes, so it waits for no more than twice as much of others."""
+        """Yields the first works of more urgent classes, which may pass the first one where only they have room,
+        as long as the first work then waits for at most twice as much other work."""
         if self._share.waiting:
             group = self._share.waiting[0]
             until = group.start + group.first().cost / group.weight
@@ -207,7 +208,7 @@ class FairQueue:
                     yield other.first()
 
     def take(self, passing: Work | None = None) -> Work:
-        """The first one, or one that passes it, charged to its tenant and class."""
+        """Returns the first work, or `passing`, removed and charged to its tenant and class."""
         work = passing or self._share.waiting[0].first()
         group = self._classes[work.priority_class]
         tenant = group.tenants[work.tenant]
@@ -223,8 +224,9 @@ class FairQueue:
         group.given += tokens
 
     def tokens_ahead(self, work: Work, until: float) -> int:
-        """About what is given to others before this work, waiting or not yet, has had its turn: parties that share are
-        served alike by weight, until each has had what stands before it or has nothing left.
+        """Returns about how many tokens others are given before this work's turn.
+
+        Parties are served by weight until each has what stands before it, or nothing left.
 
         What comes later counts too. Of other classes as much as they were given lately; of its own tenant, all that
         waits and has to begin before `until`, for it might have to go first to be in time.
@@ -238,7 +240,7 @@ class FairQueue:
         return round(self._beside(group, within)) - work.cost
 
     def _beside(self, group: _Class, within: float) -> float:
-        """Tokens that all classes are given until this one had so many."""
+        """Returns the tokens that other classes are given while this one gets `within`."""
         given = sum(other.given for other in self._classes.values()) or 1.0
         others = [other for other in self._classes.values() if other is not group]
         waits = [other.tokens for other in others]
@@ -251,7 +253,7 @@ class FairQueue:
         return all_
 
     def remove(self, work: Work) -> None:
-        """It waits no longer."""
+        """Remove work that waits no longer."""
         group = self._classes[work.priority_class]
         tenant = group.tenants[work.tenant]
         place = bisect_left(tenant.works, _last_first(work), key=_last_first)
@@ -267,7 +269,7 @@ class FairQueue:
             self._share.leave(group)
 
     def correct(self, work: Work) -> None:
-        """Work that was taken has ended: refund what it did not use."""
+        """Refund tokens that taken work did not use, when it ends."""
         group = self._classes[work.priority_class]
         self._share.correct(group, work.unused, bool(group.num_waiting))
         if tenant := group.tenants.get(work.tenant):
@@ -275,18 +277,19 @@ class FairQueue:
 
     @property
     def prefill_part(self) -> float:
-        """Part of all tokens that wait which has to be prefilled."""
+        """Returns the part of all waiting tokens that must be prefilled."""
         tokens = sum(group.tokens for group in self._classes.values())
         return self._to_prefill / tokens if tokens else 0.0
 
     def know(self, work: Work, cached: int) -> None:
-        """So much is cached of work that waits."""
+        """Note how many tokens of waiting work are cached."""
         self._to_prefill += work.cached - cached
         work.cached = cached
 
     def last(self) -> Work:
-        """The item to drop when there are too many: the last of the tenant with most waiting; of equals, of the least
-        urgent class, then of the tenant that came last."""
+        """Returns the work to drop when too many wait: the last one of the tenant with most waiting.
+
+        Ties go to the least urgent class, then to the tenant that came last."""
         tenants = (
             ((len(tenant.works), kind, tenant.rank), tenant)
             for kind, group in self._classes.items()
@@ -295,7 +298,7 @@ class FairQueue:
         return max(tenants)[1].works[0]
 
     def check_integrity(self) -> list[str]:
-        """One line for each contradiction: of counts, or of who shares with who waits."""
+        """Returns a line for each contradiction of counts, or between sharing parties and waiting work."""
         problems = []
         for kind, group in self._classes.items():
             waiting = [tenant for tenant in group.tenants.values() if tenant.works]
@@ -327,7 +330,7 @@ def _last_first(work: Work) -> tuple[float, float]:
 
 
 def _forget(group: _Class) -> None:
-    """Tenants that would start at the virtual time anyway. Now and then, so that it costs little each time."""
+    """Forget tenants that would start at the virtual time anyway. Called now and then, as it costs time."""
     if len(group.tenants) <= group.forget_above:
         return
     now = group.share.virtual_time

@@ -1,4 +1,4 @@
-"""Start-time fair queueing: whose turn it is among parties that share by weight.
+"""Start-time fair queueing (Goyal et al., 1996): whose turn it is among parties that share by weight.
 
     join      has work from now on: starts at the virtual time, or where its last work ended if that is later
     first     the least start; of equals, the least rank
@@ -20,12 +20,12 @@ from typing import Generic, TypeVar
 
 
 class Party:
-    """`start` is the virtual time at which its next work begins."""
+    """A party that shares. `start`: the virtual time at which its next work begins."""
 
     def __init__(self, name: str, weight: float, rank: int) -> None:
         self.name = name
         self.weight = weight
-        self.rank = rank  # unique among those that share
+        self.rank = rank  # unique among sharing parties
         self.start = 0.0
 
 
@@ -33,7 +33,7 @@ P = TypeVar("P", bound=Party)
 
 
 class FairShare(Generic[P]):
-    """Knows those that wait, not what they wait with. Its owner adds and removes those that take part."""
+    """The waiting parties, without their work. Its owner lets parties join and leave."""
 
     def __init__(self) -> None:
         self.virtual_time = 0.0
@@ -45,13 +45,13 @@ class FairShare(Generic[P]):
         insort(self.waiting, party, key=_order)
 
     def leave(self, party: P) -> None:
-        """Nothing of it waits any more. Where nobody waits nobody is owed: all begin anew."""
+        """Remove an idle party. With none waiting, virtual time is reset, so that no credit is carried over."""
         self._remove(party)
         if not self.waiting:
             self.virtual_time = self._latest
 
     def take(self, party: P, tokens: int) -> None:
-        """The first party, or one that passes it, and so many tokens of its work."""
+        """Charge tokens to the first party, or to one that passes it."""
         self.virtual_time = self.waiting[0].start
         self._remove(party)
         party.start += tokens / party.weight
@@ -59,12 +59,12 @@ class FairShare(Generic[P]):
         insort(self.waiting, party, key=_order)
 
     def pass_through(self, party: P, tokens: int) -> None:
-        """As it would `join`, be taken and `leave`, where nobody waits."""
+        """Join, take and leave in one step, as no party waits."""
         party.start = max(party.start, self.virtual_time) + tokens / party.weight
         self.virtual_time = self._latest = max(self._latest, party.start)
 
     def correct(self, party: P, unused: int, is_waiting: bool) -> None:
-        """So many of the tokens it took were not used."""
+        """Refund tokens that the party did not use."""
         if is_waiting:
             self._remove(party)
         party.start = max(party.start - unused / party.weight, min(party.start, self.virtual_time))
@@ -72,7 +72,7 @@ class FairShare(Generic[P]):
             insort(self.waiting, party, key=_order)
 
     def holds(self, parties: Iterable[P]) -> bool:
-        """True if exactly these wait, in the right order."""
+        """True if exactly these parties wait, in the right order."""
         return sorted(parties, key=_order) == self.waiting
 
     def _remove(self, party: P) -> None:

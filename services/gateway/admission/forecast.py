@@ -1,4 +1,4 @@
-"""When work would get its first token, and its last: from how it went for others.
+"""Forecasts of a work's turn, first token and end, from what others took.
 
     its turn      what goes before it, in tokens  /  what flows through the cluster: tokens inside / time spent inside;
                   not before that much of what is inside has been there as long as usual, for answers end in waves,
@@ -21,16 +21,16 @@ from services.gateway.admission.fair_queue import Work
 from services.gateway.admission.priority import PriorityClass
 
 WEIGHT = 1 / 16
-# A probe whose deadline leaves no time to wait for blocks is let in again so long after the last one's first token.
+# Seconds from a probe's first token until another probe whose deadline leaves no time to wait is admitted.
 PROBE_AGAIN_S = 10.0
-# Work whose deadline leaves it less than so many times as long as it needs hurries.
+# Work hurries if its deadline leaves less than this multiple of the time it needs.
 PATIENCE = 10
-# Where prompts are prefilled sooner, what a first token takes beside says nothing of how fast.
+# Prompts prefilled sooner than this do not show how fast prefill is.
 SHORT_S = 0.25
 
 
 class Average:
-    """Average of recent values, with their usual deviation."""
+    """The moving average of recent values, with their mean deviation."""
 
     def __init__(self) -> None:
         self.mean = self._deviation = 0.0
@@ -41,7 +41,7 @@ class Average:
 
     @property
     def high(self) -> float:
-        """A bound that few values exceed."""
+        """Returns a bound that few values exceed."""
         return self.mean + self._deviation
 
     def add(self, value: float) -> None:
@@ -54,17 +54,17 @@ class Average:
 class Forecast:
     def __init__(self) -> None:
         self._inside_s, self._short_s, self._probe_first_s = Average(), Average(), Average()
-        self._slower = Average()  # than workers' rates say, in times
+        self._slower = Average()  # ratio of actual prefill times to those by workers' rates
         self._probed_at = -inf
         self._token_s, self._used = Average(), Average()
 
     def entered(self, work: Work, inside: Admitted, now: float) -> None:
-        """It is inside, and counted there."""
+        """Note that work was admitted."""
         work.entered_at = now
         work.line_s = inside.prefill_s(inside.prompts_before(work) + work.to_prefill)
 
     def prefilled(self, work: Work, now: float) -> None:
-        """Its first token has come."""
+        """Note the first token of work."""
         work.first_at, first_s = now, now - work.entered_at
         if work.is_probe:
             self._probe_first_s.add(first_s)
@@ -83,7 +83,10 @@ class Forecast:
             self._token_s.add((now - work.first_at) / (work.new_tokens - 1))
 
     def turn_s(self, tokens_ahead: int, to_prefill: float, inside: Admitted, kind: PriorityClass, now: float) -> float:
-        """Seconds until the turn of work of that class; 0 while nothing is known. `to_prefill`: of the tokens ahead."""
+        """Returns the seconds until the turn of work of a class; 0 if unknown.
+
+        `to_prefill`: part of the tokens ahead.
+        """
         prefill_s = self._prefill_s(to_prefill, inside)
         if not self._inside_s or not inside.tokens:
             return prefill_s
@@ -93,8 +96,9 @@ class Forecast:
         return max(flow_s, _makes_room(tokens_ahead, inside).entered_at + self._inside_s.high - now, 0.0)
 
     def each_s(self, work: Work, inside: Admitted) -> float:
-        """Seconds until there is room for another one like it, which is taken to be as large as those inside at least,
-        for its prompt may not be read yet; 0 while nothing is known."""
+        """Returns the seconds until there is room for another work like this one; 0 if unknown.
+
+        It counts as large as the mean admitted work at least, as its prompt may not be read yet."""
         if not len(inside):
             return 0.0
         cost, prompt = max(work.cost, inside.tokens / len(inside)), max(work.to_prefill, inside.mean_to_prefill)
@@ -110,13 +114,13 @@ class Forecast:
         return work.end_by - now < PATIENCE * self.last_token_s(0.0, work, inside)
 
     def is_cut_as_probe(self, work: Work, now: float) -> bool:
-        """True if it would end too late should it wait for blocks as long as others did that were beyond the count."""
+        """True if the work would end too late, should it wait for blocks as long as other probes did."""
         if now > self._probed_at + PROBE_AGAIN_S:
             return False
         return self._probe_first_s.high + self._writing_s(work) > work.end_by - now
 
     def start_by(self, work: Work, inside: Admitted, now: float) -> float:
-        """When its turn has to come, at the latest, for its target and its deadline; now at the earliest."""
+        """Returns the latest turn that keeps the work's target and deadline, but not before `now`."""
         target = inf if work.ttft_s is None else now + work.ttft_s - self.first_token_s(0.0, work, inside)
         return max(min(target, work.end_by - self.last_token_s(0.0, work, inside)), now)
 
@@ -131,7 +135,7 @@ class Forecast:
 
 
 def _makes_room(tokens: int, inside: Admitted) -> Work:
-    """The last of those that have to leave, oldest first, before something behind so many tokens has room."""
+    """Returns the last work that must leave, oldest first, before work after so many tokens has room."""
     if tokens >= inside.tokens:
         return next(reversed(inside))
     found, left = next(iter(inside)), 0

@@ -1,4 +1,4 @@
-"""When a request begins, of many that come at once.
+"""When each of many concurrent requests begins.
 
 Each of them passes through a dozen turns of the loop before its first token. Where all begin together, all are at the
 same stage, and the first token of the first one comes shortly before that of the last. So a turn of the loop begins a
@@ -14,22 +14,22 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-MOST = 16  # in one turn
+MOST = 16  # requests begun in one turn of the loop
 LONG = 2048  # tokens
-REST_S, REST_TOKEN_S = 5e-4, 1e-7  # and for each token: as long as it takes to be begun
+REST_S, REST_TOKEN_S = 5e-4, 1e-7  # seconds left for others, and for each token: about the time that beginning takes
 REST_TURNS = 4
 
 
 class Intake:
-    """One event loop's."""
+    """The intake of one event loop's requests."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._num_begun = 0  # in this turn
+        self._num_begun = 0  # in this turn of the loop
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def begin(self) -> None:
-        """Return when it is the request's turn, in the order of coming; at once where few come."""
+        """Wait for the request's turn, in the order of arrival; returns immediately if few arrive."""
         if self._num_begun < MOST and not self._waiting:
             self._count()
             return
@@ -52,7 +52,7 @@ class Intake:
 
 
 class SequenceTurns:
-    """One event loop's."""
+    """The turns in which one event loop packs and hashes prompts."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -61,7 +61,7 @@ class SequenceTurns:
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
 
     async def begin(self, num_tokens: int) -> None:
-        """Return when a prompt of so many may be packed, or hashed; at once where few come and it is not long."""
+        """Wait until a prompt may be packed or hashed; returns immediately for short prompts if few arrive."""
         if num_tokens < LONG:
             await self._short.begin()
             return
@@ -77,7 +77,7 @@ class SequenceTurns:
         self._loop.call_later(REST_S + num_tokens * REST_TOKEN_S, self._pass, REST_TURNS)
 
     def _pass(self, turns: int) -> None:
-        """On a busy machine the time may be over before others had any of it."""
+        """Also yield a few turns of the loop: under load the timer may fire before other tasks have run."""
         if turns:
             self._loop.call_soon(self._pass, turns - 1)
         else:

@@ -1,11 +1,11 @@
-"""Who a request is for, and how urgent it is: the one mapping behind both doors.
+"""The tenant and the urgency of a request, mapped from the fields of HTTP and gRPC alike.
 
     class           gRPC Priority    OpenAI service_tier    vLLM priority
     realtime        REALTIME         priority, scale        below 0
     interactive     unspecified too  auto, default          0
     batch           BATCH            flex                   above 0
 
-    A tier that is none of these is as none: which one a request gets is told by its answer.
+    Unknown tiers count as none; the answer names the tier that the request got.
 
     tenant          that of the API key (access/); where none is asked for, the header x-llm-d-inference-fairness-id,
                     else OpenAI's `user`, gRPC's `tenant`, else the key that was sent, else ""
@@ -30,7 +30,7 @@ LABELS: tuple[ClassName, ...] = ("realtime", "interactive", "batch")
 
 
 class PriorityClass(IntEnum):
-    """Lower goes first among equals."""
+    """The classes of urgency. The lower one wins ties."""
 
     REALTIME = 0
     INTERACTIVE = 1
@@ -46,7 +46,7 @@ class PriorityClass(IntEnum):
 
     @property
     def priority(self) -> int:
-        """The number of a request that names only its class."""
+        """The priority number of requests that name only their class."""
         return 100 * (self - PriorityClass.INTERACTIVE)
 
 
@@ -75,7 +75,7 @@ def priority_of(service_tier: str | None, priority: int | None) -> int:
 
 
 def tier_served(service_tier: str | None) -> str:
-    """Returns what an answer calls the tier that its request got."""
+    """Returns the tier to name in the answer."""
     return service_tier if service_tier in TIERS and service_tier != "auto" else "default"
 
 
@@ -83,10 +83,10 @@ def tenant_of(headers: Mapping[str, str], said: str, param: str) -> str:
     """
     Args:
         headers: of HTTP, or gRPC metadata.
-        said: what the request's own field `param` names.
+        said: the tenant that the request's field `param` names.
 
     Raises:
-        InvalidRequest: the name is too long, or has characters that cannot be printed.
+        InvalidRequest: the name is too long, or not printable.
     """
     name = headers.get(FAIRNESS_ID, "")
     if name:
@@ -98,5 +98,5 @@ def tenant_of(headers: Mapping[str, str], said: str, param: str) -> str:
 
 
 def _tenant_of_key(key: str) -> str:
-    """A name that does not tell the key."""
+    """Returns a name for a tenant by its key, from which the key cannot be found."""
     return f"key-{sha256(key.encode()).hexdigest()[:12]}" if key else ""

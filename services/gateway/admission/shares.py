@@ -1,10 +1,10 @@
-"""How much of the cluster is this gateway's where several serve it: as if one gateway had all that waits.
+"""This gateway's share of the cluster among several, as if one gateway had all waiting work.
 
     demand    of each class and tenant: the part of the cluster that its work, inside or waiting, would fill
     given     to classes by weight, then to a class's tenants; to none more than its demand     fill
     here      a tenant's share is divided over the gateways as its demand is; what nobody asks for is everyone's alike
 
-Gateways tell each other their demand when they renew their lease, so shares follow with that delay.
+Gateways publish their demand when they renew their lease, so shares follow with that delay.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from services.gateway.admission.fair_queue import Weights, Work
 from services.gateway.admission.priority import PriorityClass
 from tandem.registry import Demand
 
-# Of the tenants with most demand; others are few, small or both.
+# The most tenants published, by demand.
 MAX_TOLD = 256
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """`part` of the cluster; and how much of a class's and a tenant's share is here, 1 where it is not said."""
+    """`part`: of the cluster; of a class's and a tenant's share the part that belongs here, 1 if not named."""
 
     part: float = 1.0
     classes: Mapping[PriorityClass, float] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Share:
 
 
 def demand_of(works: Iterable[Work], capacity: Capacity) -> Demand:
-    """The greatest part that these would fill of any of the cluster's resources."""
+    """Returns the largest part of any resource that these works would fill, by class and tenant."""
     filled: defaultdict[tuple[int, str], float] = defaultdict(float)
     for work in works:
         filled[int(work.priority_class), work.tenant] += capacity.filled_by(work)
@@ -46,7 +46,7 @@ def demand_of(works: Iterable[Work], capacity: Capacity) -> Demand:
 
 
 def share_of(own: Demand, others: Sequence[Demand], weights: Weights) -> Share:
-    """Share of one gateway among all; alone it has everything."""
+    """Returns the share of one gateway among all; alone it has everything."""
     if not others:
         return Share()
     demands: dict[PriorityClass, defaultdict[str, float]] = {}
@@ -67,7 +67,7 @@ def share_of(own: Demand, others: Sequence[Demand], weights: Weights) -> Share:
 
 
 def fill(room: float, parties: Mapping[K, tuple[float, float]]) -> dict[K, float]:
-    """Room for each of `parties` (weight, demand): by weight, and what one does not need is for the others."""
+    """Returns the room of each party (weight, demand): by weight, what one does not need going to the others."""
     given, weight_left = {}, sum(weight for weight, _ in parties.values())
     for name, (weight, demand) in sorted(parties.items(), key=lambda party: party[1][1] / party[1][0]):
         given[name] = min(demand, room * weight / weight_left)

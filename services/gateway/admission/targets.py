@@ -3,8 +3,8 @@
 x-llm-d-slo-ttft-ms    to the first token: routing weighs who would be late; what would get it later is refused at once
 x-llm-d-slo-tpot-ms    between tokens: no step beside its own prefills more of others' prompts than keeps this
 
-A deadline that the request names is one, too. Where nothing is said, nothing is refused for coming late; routing then
-aims at what readers of the class expect.
+A deadline named by the request is one, too. Without any, nothing is refused as late, and routing aims at what
+readers of the class expect.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ AIM_S = {PriorityClass.REALTIME: 1.0, PriorityClass.INTERACTIVE: 5.0}
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """In seconds; None: none. `end_by`: the deadline on the event loop's clock, where the request named one."""
+    """Targets in seconds; None: none. `end_by`: the request's own deadline, on the event loop's clock."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
     end_by: float = inf
-    aim_s: float | None = None  # to the first token, for routing
+    aim_s: float | None = None  # TTFT that routing aims at
 
 
 NO_TARGETS = Targets()

@@ -1,6 +1,6 @@
-"""Turns of what asks for a gateway's own work only: reading a text as tokens, and tokens as a text.
+"""Turns of requests that only the gateway works for: tokenize and detokenize.
 
-As in the cluster, tenants take turns by what they have had, too many are refused, and none waits past its deadline.
+As in the cluster, tenants share by weight, excess is refused, and nothing waits past its deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.gateway.admission.fair_queue import FairQueue, Weights, Work
 from services.gateway.admission.priority import PriorityClass
 
 AT_ONCE = 4
-# Of all at once; one has its turn whatever its size.
+# The most bytes at a time; a single request of any size gets its turn.
 MOST_BYTES = 2**20
 
 

@@ -1,4 +1,4 @@
-"""The FastAPI app. Generation does not pass through it (`DescribedApp.direct`); everything else is ordinary."""
+"""The FastAPI app. Generating routes bypass it (`DescribedApp.direct`); all others are ordinary."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def build_app(
 ) -> FastAPI:  # fmt: skip
     """
     Args:
-        wall: Unix seconds.
-        integrity: what the gateway holds.
+        wall: returns Unix seconds.
+        integrity: returns what the gateway holds.
     """
-    # A request's span is ours: FastAPI's own would stand beside it, a second root of the same trace.
+    # FastAPI's own spans are off: they would be second roots of a request's trace.
     plain = {"tracing": False, "metrics": False}
     app = DescribedApp(
         title="Tandem", version=__version__, docs_url=None, redoc_url=None, telemetry=plain, redirect_slashes=False
@@ -111,7 +111,7 @@ def _add_messages(
     cors: Mapping[str, Any],
     anthropic: Anthropic,
 ) -> None:
-    """Anthropic's, in its words to the last error."""
+    """Add Anthropic's routes, whose errors are in its own form."""
     create = GenerateEndpoint(directory, read_messages_body, MESSAGES, wall).speaking(anthropic)
     count = TextEndpoint(directory, count_tokens, COUNTED).speaking(anthropic)
     for path, endpoint in ((MESSAGES_PATH, create), (f"{MESSAGES_PATH}/count_tokens", count)):
@@ -122,14 +122,14 @@ def _add_messages(
 def _refuse_upgrade(app: FastAPI) -> None:
     @app.get("/v1/responses", include_in_schema=False)
     async def upgrade(request: Request) -> None:
-        """Agents try a WebSocket first, and POST where there is none."""
+        """Refuse a WebSocket, which some agents try before POST."""
         if request.headers.get("upgrade", "").lower() == "websocket":
             raise NotUpgraded("there is no WebSocket here: POST /v1/responses, with stream for events")
         raise HTTPException(405, headers={"allow": "POST"})
 
 
 def cors_of(settings: GatewaySettings) -> dict[str, Any]:
-    """Rules for browsers; no cookies, for a page shows its key itself."""
+    """Returns the CORS rules. No cookies, as pages send their key themselves."""
     if not settings.cors_origins:
         return {}
     every = ["*"]
@@ -143,7 +143,7 @@ def _add_health(app: FastAPI, directory: ModelDirectory) -> None:
 
     @app.get("/health")
     async def health() -> dict[str, bool]:
-        """The process is alive."""
+        """Returns that the process is alive."""
         return {"alive": True}
 
     @app.get("/health/ready")
@@ -155,30 +155,31 @@ def _add_health(app: FastAPI, directory: ModelDirectory) -> None:
     async def ping(request: Request) -> Response:
         return Response()
 
-    app.router.routes.append(Route("/ping", ping, methods=["GET", "POST"]))  # one, or neither's 405 names both
+    # One route, so that its 405 names both methods.
+    app.router.routes.append(Route("/ping", ping, methods=["GET", "POST"]))
 
     @app.get("/load")
     async def load() -> dict[str, int]:
-        """How many requests run or wait here."""
+        """Returns the number of requests that run or wait here."""
         return {"server_load": len(shared.state.running)}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """The version of this Tandem."""
+        """Returns the version of Tandem."""
         return {"version": __version__}
 
 
 def _add_metrics(app: FastAPI, shared: Shared) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        """For Prometheus; where keys are asked for, only one that manages models is shown tenants by name."""
+        """Returns the metrics for Prometheus. Tenants' names are shown to operators only, if keys are required."""
         names_tenants = shared.access.may_name_tenants(request.headers)
         text, content_type = shared.metrics.exposition(request.headers.get("accept", ""), names_tenants)
         return Response(text, headers={"content-type": content_type})
 
     @app.get("/metrics/targets")
     async def targets(request: Request) -> list[dict[str, Any]]:
-        """Lists all that there is to scrape, for Prometheus' http_sd_configs."""
+        """Returns the scrape targets of the cluster, for Prometheus' http_sd_configs."""
         shared.access.authenticate(request.headers)
         return await scrape_targets(shared.view)
 
@@ -186,7 +187,7 @@ def _add_metrics(app: FastAPI, shared: Shared) -> None:
 def _add_integrity(app: FastAPI, integrity: Look) -> None:
     @app.get("/debug/integrity")
     async def look() -> dict[str, Any]:
-        """Everything that is held, and what of it no request accounts for."""
+        """Returns everything that is held, and the part that no request accounts for."""
         return (await lasting(integrity)).json()
 
 
@@ -203,7 +204,7 @@ def _add_admin(app: FastAPI, directory: ModelDirectory, running: RunningSettings
 def _add_traces(app: FastAPI, shared: Shared, traces: RecentRequests) -> None:
     @app.get("/debug/traces/{request_id:path}")
     async def trace(request_id: str, request: Request) -> JSONResponse:
-        """A recent request's trace, for Perfetto: one's own, or any with a key that manages models."""
+        """Returns the trace of a recent request: one's own, or any with a key that manages models."""
         return JSONResponse(await traces.trace(request_id, shared.access.authenticate(request.headers)))
 
 
@@ -220,7 +221,7 @@ def _add_errors(app: FastAPI, shared: Shared, anthropic: Anthropic) -> None:
         return respond(request, error, error.status, error.headers)
 
     async def explain(request: Request, error: Exception) -> JSONResponse:
-        """Unknown paths and methods, in the shape of every other error."""
+        """Returns the error of an unknown path or method in the common form."""
         assert isinstance(error, HTTPException)
         status, detail, headers = error.status_code, error.detail, error.headers or {}
         if status == HTTPStatus.METHOD_NOT_ALLOWED and names_no_kept(request.url.path):

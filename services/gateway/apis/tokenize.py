@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, as vLLM has them: what the served model makes of a text, and of tokens."""
+"""POST /tokenize and /detokenize, as vLLM has them: text to the model's tokens and back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Bodies of requests: how each API reads its own, what is too much, and large ones apart. The gateway may enter.
+"""Bodies of requests: a reader for each API, bounds, and large bodies read in a helper. The gateway may enter.
 
-A large body, besides its prompts, may say no more than a small one.
+Besides its prompts a large body may have no more than a small one.
 """
 
 from services.gateway.bodies.bounds import (

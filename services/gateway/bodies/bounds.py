@@ -1,4 +1,4 @@
-"""Bounds of bodies: of what is read on the loop, of what stands beside a prompt, and of prompts."""
+"""Bounds of bodies: of those read on the event loop, of the fields beside a prompt, and of prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 @dataclass(frozen=True, slots=True)
 class PromptBounds:
-    """The most that a model takes, and a gateway for it."""
+    """The largest prompts that a model takes, and the most choices that a gateway allows."""
 
     prompts: int
     tokens: int
@@ -27,7 +27,7 @@ class PromptBounds:
     vocab_size: int
 
     def check_characters(self, length: int, param: str) -> None:
-        """Before it is tokenized: that takes a second for each half a million characters.
+        """Refuse a text that is too long to be tokenized, which takes a second for each 500,000 characters.
 
         Raises:
             InvalidRequest
@@ -104,14 +104,14 @@ def is_large(body: bytes) -> bool:
 
 
 def has_many(body: bytes) -> bool:
-    """More values than are parsed in a few milliseconds. What looks like one within a text counts, too."""
+    """True if parsing would take more than a few milliseconds, by the number of brackets and commas, texts included."""
     return len(body) > MANY and sum(map(body.count, (b"[", b"{", b","))) > MANY
 
 
 def small(fields: bytes, prompt: str) -> bytes:
     """
     Raises:
-        InvalidRequest: what is there besides the prompt is large, too.
+        InvalidRequest: the other fields are large, too.
     """
     if len(fields) > MOST_BESIDE or has_many(TEXT.sub(b"", fields)):
         said = f"besides {prompt} the body must not have more than {MOST_BESIDE} bytes or {MANY} values"

@@ -24,7 +24,7 @@ Prompt: TypeAlias = "str | Sequence[int]"
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages as templates want them, which are to be rendered."""
+    """A chat that is to be rendered: messages as templates want them, and options."""
 
     messages: Sequence[Mapping[str, Any]]
     options: TemplateOptions
@@ -34,8 +34,8 @@ class ChatPrompt:
 class Reduced:
     """A large body, as a helper process has reduced it.
 
-    `fields`: the body without its prompts; `prompts`: texts, and token ids as four bytes each; `items`: those of a
-    response, as the client has sent them.
+    `fields`: the body without its prompts; `prompts`: texts, or token ids of four bytes each; `items`: the items of a
+    Responses body, as the client sent them.
     """
 
     fields: bytes
@@ -51,11 +51,11 @@ class Reduced:
 
 
 class BodyReader(ABC, Generic[B]):
-    """Reads the bodies of one API. It has no state: helper processes get it pickled."""
+    """Reads the bodies of one API. It has no state, for it is pickled to helper processes."""
 
     @abstractmethod
     def parse(self, data: bytes) -> B:
-        """Return the body, its fields checked.
+        """Returns the body with its fields checked.
 
         Raises:
             InvalidRequest
@@ -63,7 +63,7 @@ class BodyReader(ABC, Generic[B]):
 
     @abstractmethod
     def prompts(self, body: B, bounds: PromptBounds, template: ChatTemplate | None) -> ChatPrompt | Sequence[Prompt]:
-        """Return what the body asks to be answered, or continued.
+        """Returns the chat to answer, or the prompts to continue.
 
         Raises:
             InvalidRequest
@@ -71,18 +71,18 @@ class BodyReader(ABC, Generic[B]):
 
     @abstractmethod
     def dump(self, body: B) -> bytes:
-        """Return the body without its prompts, as `parse` reads it.
+        """Returns the body without its prompts, in a form that `parse` reads.
 
         Raises:
-            InvalidRequest: it is large even so.
+            InvalidRequest: even without them it is large.
         """
 
     @abstractmethod
     def param(self, body: B) -> str:
-        """Return the name of the field that has the prompts."""
+        """Returns the name of the field that has the prompts."""
 
     def reduce(self, data: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Reduced:
-        """Return a large body as small fields, and its prompts as far as the model takes them.
+        """Returns a large body as small fields and prompts within the model's bounds.
 
         Raises:
             InvalidRequest
@@ -102,7 +102,7 @@ class BodyReader(ABC, Generic[B]):
 
 @dataclass(slots=True)
 class Incoming(Generic[B]):
-    """A body that is being read. `owner`: whose it is, by its headers alone; `reduced`: if it was large."""
+    """A body that is being read. `owner`: its tenant by headers alone; `reduced`: set if the body was large."""
 
     reader: BodyReader[B]
     body: B
@@ -110,7 +110,7 @@ class Incoming(Generic[B]):
     reduced: Reduced | None = None
 
     def prompts(self, bounds: PromptBounds, template: ChatTemplate | None) -> ChatPrompt | Sequence[Prompt]:
-        """Return what it asks to be answered; a chat that a helper process has rendered is one text.
+        """Returns the chat or prompts; a chat that a helper process has rendered is one text.
 
         Raises:
             InvalidRequest
@@ -135,7 +135,7 @@ def _bounded(prompt: Prompt, bounds: PromptBounds, param: str) -> str | bytes:
 
 
 def rendered(chat: ChatPrompt, template: ChatTemplate | None, bounds: PromptBounds) -> str:
-    """Return the text of a chat, in a process that a template may harm.
+    """Returns the text of a chat. Runs in a process that a template may harm.
 
     Raises:
         InvalidRequest: the model has no chat template, its template refuses these messages, or they are too long.
@@ -147,7 +147,7 @@ def rendered(chat: ChatPrompt, template: ChatTemplate | None, bounds: PromptBoun
 
 
 def renderable(chat: ChatPrompt, template: ChatTemplate | None, bounds: PromptBounds) -> ChatTemplate:
-    """Return the template, if this chat may be rendered at all.
+    """Returns the template, if this chat may be rendered with it.
 
     Raises:
         InvalidRequest: as `rendered`.

@@ -1,6 +1,6 @@
-"""Text for the model in what servers of other models have put into a conversation: results of tools that they ran.
+"""The text in results of tools that another server ran, for the model to read.
 
-What is no text there (pictures, ids, what only that server can read) is left out.
+Other content (pictures, ids, encrypted parts) is left out.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ MAX_DEPTH = 8
 
 
 def result_text(tool: str, said: Any) -> str:
-    """Returns a result as a text within the assistant's message; "" where it has no text."""
+    """Returns a result as text of the assistant's message; "" if it has no text."""
     text = text_in(said)
     return f"[result of {tool}]\n{text}" if text else ""
 
 
 def text_in(said: Any, depth: int = 0) -> str:
-    """Returns what is text in a result of any form, a line each."""
+    """Returns the texts in a result of any form, one a line."""
     if isinstance(said, str):
         return "" if said.startswith("data:") else said
     if depth > MAX_DEPTH or not isinstance(said, list | Mapping):
@@ -32,6 +32,6 @@ def text_in(said: Any, depth: int = 0) -> str:
 
 
 def _values(said: Mapping[str, Any]) -> list[Any]:
-    """The data of a source is text where its type says so, and else a file."""
+    """Returns the values that may be text; `data` only of a source of type text."""
     names = (*FIELDS, "data") if said.get("type") == "text" else FIELDS
     return [said.get(name) for name in names]

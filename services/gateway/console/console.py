@@ -1,4 +1,4 @@
-"""The feed of the console: a moment of the cluster as this gateway sees it, built from what it has anyway.
+"""The console's feed: the cluster now, as this gateway sees it, from data that it has anyway.
 
     a key that manages models, or no keys at all     everything
     any other key                                    its own tenant's requests and what of it waits; nothing of others
@@ -27,13 +27,13 @@ from tandem.registry import LiveWorker, Role
 
 AGAIN_S = 0.5
 MAX_WORKERS = 512
-# Of each list.
+# The most entries of each list.
 MAX_REQUESTS = 60
 MAX_LINES = 50
 
 
 class Console:
-    """Run `run` as a task: it keeps the history of the charts."""
+    """Makes the feed. `run` keeps the history of the charts."""
 
     def __init__(self, directory: ModelDirectory) -> None:
         self._directory, self._shared = directory, directory.shared
@@ -44,7 +44,7 @@ class Console:
         self.run = self._history.run
 
     def feed(self, caller: Caller, gateway: str, after: float) -> bytes:
-        """JSON. Of charts, only points after `after`, if they were shown by this `gateway`."""
+        """Returns the feed as JSON, of charts only points after `after` if this `gateway` showed the earlier ones."""
         now = asyncio.get_running_loop().time()
         told: dict[str, Any] = {"now": now, "id": self._id, "all": caller.manages_models, "tenant": caller.tenant}
         if not caller.manages_models:
@@ -71,7 +71,7 @@ class Console:
         }  # fmt: skip
 
     def _of(self, tenant: str | None) -> dict[str, Any]:
-        """All that is reported of requests: one tenant's, or everybody's."""
+        """Returns the part of the feed about requests, of one tenant or of all (None)."""
         mine: Callable[[str], bool] = (lambda name: True) if tenant is None else (lambda name: name == tenant)
         return {
             "queue": self._queue(mine),
@@ -95,7 +95,7 @@ class Console:
         }  # fmt: skip
 
     def _queue(self, mine: Callable[[str], bool]) -> list[dict[str, Any]]:
-        """By class and tenant: what waits for its turn, and what has had it."""
+        """Returns waiting and admitted work by class and tenant."""
         admissions = [llm.admission for llm in self._directory.llms.values()]
         waiting, tokens = Counter[tuple[PriorityClass, str]](), Counter[tuple[PriorityClass, str]]()
         for line in (line for one in admissions for line in one.lines() if mine(line.tenant)):
@@ -111,7 +111,7 @@ class Console:
         return [{**told, "inside": num_inside} for _, num_inside, told in lines[:MAX_LINES]]
 
     def _running(self, mine: Callable[[str], bool]) -> list[dict[str, Any]]:
-        """Requests that have not ended, the oldest first."""
+        """Returns running requests, oldest first."""
         mine_ = (answer for answer in self._shared.state.running if mine(answer.request.tenant))
         oldest = sorted(mine_, key=lambda answer: answer.request.arrived)[:MAX_REQUESTS]
         return list(_running_rows(oldest, asyncio.get_running_loop().time()))
@@ -130,7 +130,7 @@ class Console:
 
 
 def tokens_per_s(worker: LiveWorker) -> float:
-    """As measured of late: prompt tokens of a prefill worker, of a decode worker those of its present batch."""
+    """Returns a worker's recent rate: prompt tokens of a prefill worker, generated tokens of a decode worker."""
     load = worker.load
     if worker.info.role is Role.PREFILL:
         return load.prefill_tokens_per_s

@@ -1,4 +1,4 @@
-"""How the gateway has fared of late: a point every EVERY_S, from counters that it has anyway."""
+"""The recent history of the gateway: a point every EVERY_S, from its counters."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Point = dict[str, Any]
 
 
 class History:
-    """Run `run` as a task. `gauges`: what is as it is, added to each point."""
+    """The points of the charts, added by `run`. `gauges`: returns present values for each point."""
 
     def __init__(self, metrics: FrontMetrics, gauges: Callable[[], Point]) -> None:
         self._metrics, self._gauges = metrics, gauges
         self._points: deque[Point] = deque(maxlen=MAX_POINTS)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Add points until cancelled."""
         now = asyncio.get_running_loop().time
         before, then = self._metrics.totals(), now()
         while True:
@@ -36,12 +36,12 @@ class History:
             before, then = totals, at
 
     def after(self, t: float) -> list[Point]:
-        """Those behind a point that was shown already."""
+        """Returns the points after time `t`."""
         return [point for point in self._points if point["t"] > t]
 
 
 def rates(before: Totals, now: Totals, seconds: float) -> Point:
-    """All that happened between the two, by the second."""
+    """Returns rates per second between two totals."""
 
     def per_s(name: str) -> float:
         return round((now.count(name) - before.count(name)) / seconds, 2)
@@ -58,13 +58,13 @@ def rates(before: Totals, now: Totals, seconds: float) -> Point:
 
 
 def _quantile(name: str, before: Totals, now: Totals, percent: int) -> float | None:
-    """As Prometheus computes it; None where nothing was observed."""
+    """Returns a histogram's quantile as Prometheus computes it; None without observations."""
     counts = [a - b for a, b in zip(now.buckets(name), before.buckets(name), strict=True)]
     return quantile(counts, GATEWAY[name].buckets, percent / 100)
 
 
 def quantile(counts: Sequence[float], bounds: Sequence[float], share: float) -> float | None:
-    """Evenly spread within a bucket. `counts`: cumulative, with one more than there are bounds."""
+    """Returns a quantile, values spread evenly within buckets. `counts`: cumulative, one more than `bounds`."""
     if not counts[-1]:
         return None
     rank = share * counts[-1]

@@ -1,4 +1,4 @@
-"""KV links and what they carried: prefill workers are asked while somebody looks, at most once in EVERY_S."""
+"""KV links and their traffic: prefill workers are asked while a console is open, at most once in EVERY_S."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class LinkBook:
         self._connected = connected
         self._background = BackgroundTasks()
         self._asked_at = -inf
-        self._links: dict[str, list[dict[str, Any]]] = {}  # of each prefill worker, as it said last
+        self._links: dict[str, list[dict[str, Any]]] = {}  # by prefill worker, as last reported
 
     def look(self) -> list[dict[str, Any]]:
-        """Links as last reported. Asks for them anew where that is long ago, and waits for no answer."""
+        """Returns the links as last reported; asks again in the background if that is long ago."""
         now = asyncio.get_running_loop().time()
         if now >= self._asked_at + EVERY_S and not self._background:
             self._asked_at = now
@@ -40,7 +40,7 @@ class LinkBook:
         self._links = dict(sorted((one.info.worker_id, links) for one, links in zip(prefills, answers, strict=True)))
 
     async def _ask_one(self, connection: WorkerConnection) -> list[dict[str, Any]]:
-        """None of a worker that does not answer."""
+        """Returns a worker's links; none if it does not answer."""
         name, request = connection.info.worker_id, prefill_pb2.ListLinksRequest()
         try:
             answer = await connection.call(connection.prefill.ListLinks, request, timeout=ANSWER_WAIT_S)

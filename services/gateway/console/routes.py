@@ -1,4 +1,4 @@
-"""The page, its files and its feed. The page tells nothing: what it shows it asks for, with its viewer's key."""
+"""The page, its files and its feed. The page holds no data: it asks for the feed with its viewer's key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_console(app: FastAPI, access: Access, console: Console) -> None:
 
     @app.get("/console/feed", include_in_schema=False)
     async def feed(request: Request) -> Response:
-        """A moment of the cluster; of charts, only points after `after`, where this is the gateway that showed it."""
+        """Returns the feed; of charts only points after `after`, if this gateway showed the earlier ones."""
         caller, asked = access.authenticate(request.headers), request.query_params
         told = console.feed(caller, asked.get("gateway", ""), read_time(asked.get("after", "0")))
         return Response(told, media_type="application/json", headers=NOT_KEPT)
@@ -51,7 +51,7 @@ def read_time(text: str) -> float:
 
 
 def page_headers(page: str) -> Mapping[str, str]:
-    """Nothing but this gateway's own files may run, be shown or be asked."""
+    """Returns headers by which the page may load only this gateway's own files."""
     imports = page.partition('<script type="importmap">')[2].partition("</script>")[0]
     digest = b64encode(sha256(imports.encode()).digest()).decode()
     policy = (

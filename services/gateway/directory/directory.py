@@ -1,4 +1,4 @@
-"""The models that a gateway serves, by all of their names: which one a request is for.
+"""The models that a gateway serves, by all of their names: finds the one that a request is for.
 
     body ── its `model` ──> `llm_for` ──> an LLM: all that follows is of that one model
 
@@ -28,13 +28,13 @@ from tandem.aliases import Alias
 from tandem.registry import ModelKey, ModelStatus
 
 AskedIn = Callable[[bytes], ModelAsked]
-# Told now and then to a request that waits for a model; True where it is to be answered by a stream.
+# Informs a request that waits for a model now and then. The bool: its answer is to be streamed.
 Progress = Callable[[bool, ModelStatus], Awaitable[None]]
 T = TypeVar("T")
 
 
 def asked_in(body: bytes) -> ModelAsked:
-    """Read a JSON body; nothing where that fails."""
+    """Returns the model that a JSON body names, none if the body cannot be parsed."""
     try:
         return ModelAsked.of(orjson.loads(body))
     except orjson.JSONDecodeError:
@@ -61,32 +61,31 @@ class ModelDirectory:
     aliases: ServedAliases
     sleepers: Sleepers
     llms: dict[ModelKey, LLM] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)  # workers, or models, that are not served, and why
-    other_releases: str = ""  # of Tandem, in this namespace, where there are no workers of this one
+    problems: dict[str, str] = field(default_factory=dict)  # why a worker or a model is not served
+    other_releases: str = ""  # releases of Tandem whose workers are in this namespace, if none of this release is
 
     @property
     def names(self) -> list[str]:
-        """Names of the models themselves, those that are asleep included."""
+        """The models' own names, sleeping models included."""
         return sorted({*(key.name for key in self.llms), *(status.name for status in self.sleepers.statuses)})
 
     @property
     def only_name(self) -> str:
-        """The one model's; "" where there are several, or none."""
+        """The model's name if there is exactly one, else ""."""
         names = self.names
         return names[0] if len(names) == 1 else ""
 
     def only_llm(self) -> LLM | None:
-        """The one that answers every request, where no alias and no model that sleeps leaves a choice."""
+        """Returns the LLM of every request; None if there are several, or aliases or sleeping models."""
         if len(self.llms) == 1 and self.aliases.is_empty and self.sleepers.is_empty:
             return next(iter(self.llms.values()))
         return None
 
     async def llm_for(self, body: bytes, caller: str, session: str = "", read: AskedIn = asked_in) -> LLM:
-        """The one that the body names. Of a body that names none that is served, or is malformed, any: its reader
-        refuses it.
+        """Returns the LLM that the body names; any, if it names none that is served: its reader refuses it then.
 
         Args:
-            session: as its headers name it; requests of one have one model.
+            session: by the headers; all requests of one session get the same model.
 
         Raises:
             GatewayError
@@ -104,10 +103,10 @@ class ModelDirectory:
             raise
 
     def llm_of(self, name: Any, user: str = "") -> LLM:
-        """The one of that name; of an alias, as it is for this user; of an unknown name, any.
+        """Returns the LLM of a name; of an alias the one for this user; any, if the name is unknown.
 
         Raises:
-            Asleep: it would have to be woken first.
+            Asleep: the model must be woken first.
             Unavailable: there is no model at all.
         """
         alias = self.aliases.find(name) if isinstance(name, str) else None
@@ -126,10 +125,10 @@ class ModelDirectory:
         return any(llm.seats for llm in self.versions(base))
 
     def _any_of(self, base: str | None, asked: Any) -> LLM:
-        """One of two fingerprints by the share of seats; where there is none, any model.
+        """Returns the LLM of a model (of two fingerprints one by their seats), or any LLM if the model is unknown.
 
         Raises:
-            ModelNotFound: there is none that is awake to say so.
+            ModelNotFound: the model is unknown, and all others sleep.
             Unavailable: there is no model at all.
         """
         found = self.versions(base) or list(self.llms.values())
@@ -142,7 +141,7 @@ class ModelDirectory:
         return versions.chosen(found, self.shared.seeds)
 
     def _awake(self, base: str | None, asked: Any, user: str = "") -> str | None:
-        """The same model, unless it is asleep. Raises Asleep."""
+        """Returns the same model. Raises Asleep if it sleeps."""
         if base is not None and self.sleepers.is_asleep(base):
             raise Asleep(base, str(asked), user)
         return base
@@ -150,13 +149,13 @@ class ModelDirectory:
     async def once_awake(
         self, attempt: Callable[[str], Awaitable[T]], client: Caller, deadline: float, progress: Progress
     ) -> T:  # fmt: skip
-        """The attempt's result; where a model that it needs is asleep, that of the next one, once the model is awake.
+        """Returns the attempt's result, made again each time that a model it needed has been woken.
 
         Args:
-            attempt: of a user; "": of its own.
+            attempt: takes the user whose alias decides; "" for the request's own.
 
         Raises:
-            GatewayError: the attempt's, or that its model will not be awake by the deadline.
+            GatewayError: the attempt's own, or the model will not be awake by the deadline.
         """
         user = ""
         while True:
@@ -173,15 +172,15 @@ class ModelDirectory:
                     self.shared.metrics.waited(asleep.model, now() - began)
 
     def served(self, llm: LLM, name: str | None, client: Caller = ANYONE) -> ServedModel:
-        """The model, by whichever of its names, or one of its adapters, or by the alias that has led to this LLM.
+        """Returns the model that the name asks for: the LLM's own, one of its adapters, or through an alias.
 
         Args:
-            name: None only where there is one model.
+            name: None only if there is one model.
 
         Raises:
             InvalidRequest: of several models none is named.
-            ModelNotFound: also where the client's key does not allow it.
-            Unavailable: nothing of the alias has workers.
+            ModelNotFound: it is unknown, or the client's key does not allow it.
+            Unavailable: no model of the alias has workers.
         """
         self.check_said(name)
         if name is None:
@@ -198,18 +197,18 @@ class ModelDirectory:
         return llm.model if name == llm.model.name and not via else replace(llm.model, name=name, via=via)
 
     def answers_elsewhere(self, via: Via | None) -> bool:
-        """Another model of the alias has workers, and the one that was chosen has lost its own."""
+        """True if the chosen model of an alias lost its workers and another one has some."""
         alias = self.aliases.find(via.alias) if via else None
         if alias is None or via is None or self._serves(via.model):
             return False
         return alias.choose("", self._serves) is not None
 
     def is_ready(self, name: str) -> bool:
-        """A request for the model of this name would be served."""
+        """True if a request for the model would be served now."""
         return any(readiness.serves(llm) for llm in self.versions(name))
 
     def running_models(self) -> set[str]:
-        """Names of the models that answer requests now."""
+        """Returns the names of models that answer requests now."""
         asked = (answer.request.model for answer in self.shared.state.running)
         named = {model.via.model if model.via else model.name for model in asked}
         return {base for base in map(self.base_of, named) if base is not None}
@@ -218,8 +217,8 @@ class ModelDirectory:
         return [llm for key, llm in self.llms.items() if key.name == name]
 
     def base_of(self, name: Any) -> str | None:
-        """The model that is meant by any of its names, or by one of its adapters; None where there is none."""
-        if any(name == key.name for key in self.llms):  # as nearly always
+        """Returns the model's own name for any of its names or adapters; None if unknown."""
+        if any(name == key.name for key in self.llms):  # the usual case
             return str(name)
         names = self.names
         if name in names:
@@ -232,7 +231,7 @@ class ModelDirectory:
         return adapter.model if adapter.model in names else names[0] if len(names) == 1 else None
 
     def models(self, client: Caller) -> list[Listed]:
-        """Those that have workers and that the client may use, adapters and aliases included."""
+        """Returns the models with workers that the client may use, adapters and aliases included."""
         others = self.shared.settings.served_names if len(self.names) == 1 else ()
         names = dict.fromkeys((*self.names, *others, *self.adapters.names, *self.aliases.names))
         listed = (
@@ -241,7 +240,7 @@ class ModelDirectory:
         return [one for one in listed if one is not None]
 
     def asleep(self, client: Caller) -> list[ModelStatus]:
-        """Models, and aliases of nothing else, that a request would have to wait for."""
+        """Returns sleeping models, and aliases of sleeping models alone."""
         sleeping = [one for one in self.sleepers.statuses if self.sleepers.is_asleep(one.name)]
         aliases = (
             alias for alias in map(self.aliases.find, self.aliases.names) if alias and not self._listed(alias.name)
@@ -266,11 +265,11 @@ class ModelDirectory:
         return Listed(model, llms[0], longest, ready, alias)
 
     def warnings(self) -> list[str]:
-        """Describe what serves, and may not be meant."""
+        """Returns descriptions of what is served but may be a mistake."""
         return [why for name in sorted({key.name for key in self.llms}) if (why := versions.mixed(self.versions(name)))]
 
     def allows(self, client: Caller, name: str) -> bool:
-        """A key for the model is one for all of its names."""
+        """True if the client may use the model. A key for a model is valid for all of its names."""
         is_other = name in self.shared.settings.served_names
         return client.may_use(name) or (is_other and client.may_use(self.base_of(name) or name))
 
@@ -318,9 +317,9 @@ class ModelDirectory:
 
     @property
     def connections(self) -> list[WorkerConnection]:
-        """To the workers of all models."""
+        """The connections to the workers of all models."""
         return [connection for llm in self.llms.values() for connection in llm.pool.connections]
 
     def refusals(self) -> list[str]:
-        """Why workers that there are, or models, are not served."""
+        """Returns why registered workers, or models, are not served."""
         return [*sorted(self.problems.values()), *([self.other_releases] if self.other_releases else [])]

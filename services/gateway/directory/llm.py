@@ -1,4 +1,4 @@
-"""One model: what all APIs share once it is known which one a request is for."""
+"""One model as requests for it need it: bounds, text to tokens, sampling parameters, answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tandem.registry import LiveWorker, ModelKey, Role
 from tandem.sampling import SamplingParams
 
 B = TypeVar("B")
-# Makes of a large body what is left of it, in a helper process.
+# Reduces a large body in a helper process.
 Reduce = Callable[[bytes, PromptBounds, ChatTemplate | None], Reduced]
 
 
@@ -42,22 +42,22 @@ class LLM:
     metrics: Metrics
     shared: Shared
     note_use: Callable[[], None]
-    via: Via | None = None  # of a request that named an alias, which has an LLM of its own
+    via: Via | None = None  # how an alias chose this model; set in a copy for one request
     _sizes: tuple[Sequence[LiveWorker] | None, int, int] = (None, 0, 0)
 
     @property
     def max_model_len(self) -> int:
-        """The model's own, or what the smallest of its workers allows, or what the largest decode pool can hold."""
+        """The least of the model's limit, its workers' limits, and what the largest decode pool can hold, in tokens."""
         return self._of_workers[1]
 
     @property
     def vocab_size(self) -> int:
-        """The ids that workers take are below it: some may be no words, and clients may send them all the same."""
+        """The bound of token ids that workers take. Some ids below it may have no text."""
         return self._of_workers[2]
 
     @property
     def _of_workers(self) -> tuple[Sequence[LiveWorker] | None, int, int]:
-        """Counted once for each time that the view is read."""
+        """The view's workers, max_model_len and vocab_size, computed once for each refresh of the view."""
         workers = self.shared.view.workers
         if self._sizes[0] is not workers:
             infos = [worker.info for worker in self.pool.workers]
@@ -70,7 +70,7 @@ class LLM:
 
     @property
     def seats(self) -> int:
-        """How many answers its workers write at once, of those that have ever answered."""
+        """The number of answers that its workers write at once; workers that never answered do not count."""
         decodes = [worker for worker in self.pool.workers if worker.info.role is Role.DECODE]
         able = [worker.info for worker in decodes if not worker.load.draining and self.pool.has_met(worker.info)]
         return sum(info.max_num_seqs for info in able)
@@ -78,14 +78,14 @@ class LLM:
     async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> CheckedIds:
         """
         Raises:
-            InvalidRequest: it is longer than any text of so many tokens as the model takes.
+            InvalidRequest: the text is longer than any that fits the model's context.
         """
         self.bounds.check_characters(len(text), param)
         with _refused(param):
             return await self.model.tokenizer.encode(text, add_special_tokens)
 
     async def encode_chat(self, text: str, salt: str) -> CheckedIds:
-        """Encodes rendered messages; of those that continue others of the same salt what is new.
+        """Returns the token ids of rendered messages, tokenizing only what is new since others of the same salt.
 
         Raises:
             InvalidRequest: as `encode`.
@@ -95,7 +95,7 @@ class LLM:
             return await self.model.tokenizer.encode_chat(text, salt)
 
     async def encode_each(self, prompts: Sequence[str | Sequence[int]], param: str) -> list[Sequence[int]]:
-        """Texts as token ids; many short ones together take as long as one that is long.
+        """Returns prompts as token ids. Many short texts together take as long as one long text.
 
         Raises:
             InvalidRequest: as `encode`.
@@ -122,7 +122,7 @@ class LLM:
     async def sampling(
         self, given: Mapping[str, Any], names: Mapping[str, str], structure: Structure | None, caller: str
     ) -> SamplingParams:
-        """As `read_sampling`, of an answer that follows `structure`.
+        """Returns sampling parameters as `read_sampling` does, with the grammar of `structure`.
 
         Raises:
             InvalidRequest | Unavailable
@@ -132,7 +132,7 @@ class LLM:
         return replace(found, grammar=grammar) if grammar else found
 
     async def read(self, reader: BodyReader[B], data: bytes, owner: str) -> Incoming[B]:
-        """Read a body; one that is large in the helper process, where owners take turns.
+        """Returns a body, read on the loop, or in the helper process if it is large. Owners take turns there.
 
         Raises:
             GatewayError
@@ -150,7 +150,7 @@ class LLM:
         return Incoming(reader, reader.parse(reduced.fields), owner, reduced)
 
     async def reduced(self, reduce: Reduce, data: bytes, owner: str) -> Reduced:
-        """Take over what the helper process makes of a large body.
+        """Returns a large body as the helper process reduces it.
 
         Raises:
             GatewayError
@@ -167,7 +167,7 @@ class LLM:
         return said
 
     async def text_of(self, body: Incoming[Any]) -> str:
-        """Return the one prompt of a body, which is a text or a chat.
+        """Returns the text of a body's only prompt, rendered if it is a chat.
 
         Raises:
             GatewayError
@@ -180,7 +180,7 @@ class LLM:
         return text
 
     def answer(self, request: Generation, param: str) -> Answer:
-        """Nothing is sent to a worker before the answer's deltas are asked for.
+        """Returns the answer to a request. Nothing is sent to a worker before its deltas are read.
 
         Args:
             param: the field that the prompts came in.
@@ -212,7 +212,7 @@ class LLM:
 
 @contextmanager
 def _refused(param: str) -> Iterator[None]:
-    """Translates the tokenizer's refusal of a text that came in the field `param`."""
+    """Translate the tokenizer's refusal of the text in the field `param`."""
     try:
         yield
     except TooManyTokens as error:

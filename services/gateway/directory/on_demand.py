@@ -1,9 +1,9 @@
-"""Models that have workers only while they are asked for, as a gateway knows them.
+"""Models that have workers only while clients use them, as a gateway sees them.
 
-    a request for one that is not awake ──> `Asleep` ──> `until_awake`: the launcher hears of it; the request waits
+    a request for a sleeping model ──> `Asleep` ──> `until_awake`: asks the launcher to start it; the request waits
     the launcher is gone, its start failed, or takes longer than the request has ──> Unavailable, with the seconds
 
-The launcher learns, once a second, when each was used last: so it knows which ones are idle.
+The launcher learns once a second when each model was last used, and so which ones are idle.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from services.gateway.errors import Unavailable
 from tandem.registry import ModelStatus, ModelUse, OnDemandModels, RegistryUnavailable, Wakefulness
 
 POLL_S, WAITING_POLL_S, LEAST_S = 1.0, 0.1, 0.02
-# What was heard so long ago holds no longer: a launcher tells more often.
+# A launcher's report older than this no longer holds.
 STALE_S = 5.0
 NEVER = float("-inf")
 
 
 class Asleep(Unavailable):
-    """A model that is meant has no workers, and would get some.
+    """The model sleeps: it has no workers and would get some.
 
-    `model` is its own name, `asked` the request's; `user`: whose choice it is, where that is an alias; `streamed`: how
-    it is to be answered, where that is known.
+    `model`: its own name; `asked`: the request's name for it; `user`: whose choice it is, if that is an alias;
+    `streamed`: whether the answer is to be streamed.
     """
 
     streamed = False
@@ -38,7 +38,7 @@ class Asleep(Unavailable):
 
 
 class StartsLater(Unavailable):
-    """A model that a request has no time to wait for."""
+    """The model starts too late for the request's deadline."""
 
     def __init__(self, message: str, code: str, wait_s: float) -> None:
         super().__init__(message, code=code)
@@ -46,7 +46,7 @@ class StartsLater(Unavailable):
 
 
 class Sleepers:
-    """`run` follows the registry; without a launcher that says so, no model sleeps."""
+    """The sleeping models. `run` follows the registry; models sleep only if a launcher reports them."""
 
     def __init__(
         self, models: OnDemandModels, only: Collection[str], running: Callable[[], Iterable[str]],
@@ -56,7 +56,7 @@ class Sleepers:
         Args:
             only: models that this gateway serves; empty: all.
             running: names of models that answer requests now.
-            is_ready: a request for a model of this name would be served.
+            is_ready: True for models that would be served now.
         """
         self._models, self._only, self._running, self._is_ready = models, only, running, is_ready
         self._now = asyncio.get_running_loop().time
@@ -79,12 +79,12 @@ class Sleepers:
         return self._known.get(name)
 
     def may_be_woken(self, name: str) -> bool:
-        """True of one that sleeps, and starts when a request comes for it."""
+        """True if the model sleeps and would start for a request."""
         status = self.find(name)
         return status is not None and status.state not in (Wakefulness.AWAKE, Wakefulness.FAILED)
 
     def is_asleep(self, name: str) -> bool:
-        """True of one that a request would have to wait for, or is refused."""
+        """True if a request for the model would have to wait, or be refused."""
         status = self.find(name)
         return status is not None and not self._is_up(status)
 
@@ -98,10 +98,10 @@ class Sleepers:
     async def until_awake(
         self, name: str, deadline: float, progress: Callable[[ModelStatus], Awaitable[None]]
     ) -> None:  # fmt: skip
-        """Wait until it would be served. `progress` is called now and then.
+        """Wait until the model would be served, calling `progress` now and then.
 
         Raises:
-            Unavailable: it will not be, or only after the deadline; the latter asks for it all the same.
+            Unavailable: it cannot be started, or only after the deadline; it is started in that case, too.
         """
         with self._waits(name):
             self._asked.set()

@@ -20,7 +20,7 @@ def serves(llm: LLM) -> bool:
 
 
 def of_model(llm: LLM) -> tuple[Counter[str], list[str]]:
-    """Count the workers there are, and say what a request lacks to be served now."""
+    """Returns the workers by state, and what a request for the model lacks to be served now."""
     workers = [worker for worker in llm.pool.workers if not worker.load.draining]
     prefills = [w for w in workers if w.info.role is Role.PREFILL and llm.pool.connected(w.info)]
     decodes = [worker for worker in workers if worker.info.role is Role.DECODE]
@@ -44,7 +44,7 @@ def of_model(llm: LLM) -> tuple[Counter[str], list[str]]:
 
 
 def of_gateway(directory: ModelDirectory) -> tuple[bool, dict[str, Any]]:
-    """Says if a request would be served now, and which workers there are."""
+    """Returns whether a request would be served now, and a description of models and workers."""
     shared, sleepers = directory.shared, directory.sleepers
     by_name: dict[str, Counter[str]] = {}
     missing: list[str] = []

@@ -1,9 +1,9 @@
-"""The models that a gateway serves: those of the workers that register, for as long as there are any.
+"""Loads the models of workers that register, and drops them when their workers have left.
 
     a worker registers (name, fingerprint) ──> its files are found or fetched ──> an LLM, and its tasks
-    its last worker has left ──> it is listed no longer; what comes for it is told to try again ── GONE_S ──> forgotten
+    its last worker leaves ──> it is not listed; requests are told to try again ── GONE_S ──> dropped
 
-A worker that is back within that time finds all as it was.
+A worker that returns within that time finds everything as it was.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ FOLLOW_S = 0.25
 RETRY_S = 1.0
 SETTLE_S = 3.0
 OTHERS_S = 1.0
-# As long as answers wait for a worker that is started again.
+# As long as answers wait for a worker that restarts.
 GONE_S = 30.0
-# A model, by the addresses of its workers.
+# Reads a model's files from one of the workers at these addresses.
 ReadModel = Callable[[ModelKey, Sequence[str]], Awaitable[ServedModel]]
 
 
 @dataclass(slots=True)
 class _Serving:
-    """One model, and the tasks that it has while it is served."""
+    """One served model and its tasks."""
 
     llm: LLM
     tasks: list[asyncio.Task[None]]
-    seen_at: float  # its last worker
+    seen_at: float  # when it last had a worker
 
 
 @dataclass(slots=True)
 class Roster:
-    """Run `run` as a task: it follows the view. `close` ends what is served."""
+    """Follows the view of workers while `run` runs. `close` drops all models."""
 
     directory: ModelDirectory
     read: ReadModel
@@ -54,18 +54,18 @@ class Roster:
     tasks_of: Callable[[LLM], Sequence[Awaitable[None]]]
     _lives: dict[ModelKey, _Serving] = field(default_factory=dict)
     _loading: dict[ModelKey, asyncio.Task[None]] = field(default_factory=dict)
-    _refused: dict[ModelKey, float] = field(default_factory=dict)  # when each is tried again; a key names the files
-    _looked_at: float = 0.0  # for other releases
+    _refused: dict[ModelKey, float] = field(default_factory=dict)  # when to try each again; a key identifies its files
+    _looked_at: float = 0.0  # when other releases were last searched for
 
     async def run(self) -> None:
-        """Until cancelled, or a task of a model has died."""
+        """Follow the view until cancelled. Raises the error that a model's task died of."""
         while True:
             await self.follow()
             await self._look_for_others()
             await self.directory.shared.view.wait_changed(FOLLOW_S)
 
     async def follow(self) -> None:
-        """Raises what a task of a model has died of."""
+        """Load and drop models by the view. Raises the error that a model's task died of."""
         now, addresses = asyncio.get_running_loop().time(), self._registered()
         self._refused = {key: at for key, at in self._refused.items() if key in addresses}
         for key, found in addresses.items():
@@ -81,10 +81,10 @@ class Roster:
         for key in gone:
             await self._drop(key)
         if gone:
-            await asyncio.to_thread(give_back)  # a tokenizer is many small parts
+            await asyncio.to_thread(give_back)  # freeing a tokenizer's many small objects takes long
 
     def _is_over(self, key: ModelKey, life: _Serving, now: float) -> bool:
-        """True for a model whose workers have left for good. Raises what a task of it has died of."""
+        """True if the model's workers have left for good. Raises the error that a task of it died of."""
         for task in life.tasks:
             if task.done():
                 task.result()
@@ -92,7 +92,7 @@ class Roster:
         return now > life.seen_at + GONE_S and not any(one.running for one in life.llm.pool.connections)
 
     async def settle(self) -> None:
-        """Waits until models of workers that have registered are served, within a bound: clients are let in then."""
+        """Wait, within a bound, until the models of registered workers are served."""
         await self.follow()
         if self._loading:
             await asyncio.wait(self._loading.values(), timeout=SETTLE_S)
@@ -105,7 +105,7 @@ class Roster:
             await self._drop(key)
 
     def _registered(self) -> dict[ModelKey, list[str]]:
-        """Models of the workers that there are, and where those are reached."""
+        """Returns the registered models with the addresses of their workers."""
         only, found, problems = self.directory.shared.settings.models, dict[ModelKey, list[str]](), dict[str, str]()
         for worker in self.directory.shared.view.workers:
             info = worker.info
@@ -120,7 +120,7 @@ class Roster:
         return found
 
     async def _look_for_others(self) -> None:
-        """Note who is here of other releases, where there are no workers of this one."""
+        """Note the releases of other workers in this namespace, if none is of this release."""
         now = asyncio.get_running_loop().time()
         if self.directory.shared.view.workers:
             self.directory.other_releases = ""
@@ -133,7 +133,7 @@ class Roster:
     async def _load(self, key: ModelKey, addresses: Sequence[str]) -> None:
         try:
             model = await self.read(key, addresses)
-        except Exception as error:  # whatever is wrong with one model's files, others are served
+        except Exception as error:  # one model's files must not stop others from being served
             why = f"model {key.name}: {_described(error)}"
             if self.directory.problems.get(key.text) != why:
                 log.error("model not served", model=key.name, fingerprint=key.fingerprint, reason=why)

@@ -1,6 +1,6 @@
-"""Versions of one model: workers under one name whose text becomes other tokens, each by its fingerprint.
+"""Versions of one model: workers under one name with different fingerprints, so with other tokens for a text.
 
-its workers answer ──> a share of the requests, by their seats        none ever did ──> none, while others serve
+has workers that answer ──> requests in proportion to their seats        none ever answered ──> none, while others serve
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from services.gateway.directory.llm import LLM
 
-SHOWN = 12  # of a fingerprint
+SHOWN = 12  # characters of a fingerprint
 
 
 def chosen(versions: Sequence[LLM], seeds: random.Random) -> LLM:
-    """Returns one of them, by the share of seats."""
+    """Returns one version, drawn in proportion to seats."""
     if len(versions) == 1:
         return versions[0]
     seats = [llm.seats for llm in versions]
@@ -24,7 +24,7 @@ def chosen(versions: Sequence[LLM], seeds: random.Random) -> LLM:
 
 
 def largest(versions: Sequence[LLM]) -> LLM | None:
-    """Returns the one with most seats, of those that have workers."""
+    """Returns the version with most seats among those with workers."""
     return max(_with_workers(versions), key=lambda one: one.seats, default=None)
 
 
@@ -36,7 +36,7 @@ def shares(versions: Sequence[LLM]) -> dict[str, float]:
 
 
 def mixed(versions: Sequence[LLM]) -> str:
-    """Describe that there are two, which is meant only while other files are rolled out; empty where there is one."""
+    """Returns a warning if there are two versions, which is intended only during a rollout; else ""."""
     found = sorted(_with_workers(versions), key=lambda llm: llm.key)
     if len(found) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""How long ago a request came: the kernel has taken it at once, however late this process runs.
+"""How long ago a request arrived: the kernel received it in time, however late this process runs.
 
 scope's client ──> sock_diag: the one connection with these two addresses ──> ms since data last came on it
 """
@@ -10,7 +10,7 @@ import struct
 from contextlib import suppress
 from functools import lru_cache
 
-# struct tcp_info: eight bytes, then numbers of four; how long ago data was sent is the tenth, and has come the twelfth.
+# struct tcp_info: 8 bytes, then 32-bit numbers. The 10th is the age of the last data sent, the 12th of that received.
 TCP_INFO = struct.Struct("=8B16I")
 SINCE_SENT, SINCE_CAME = 8 + 9, 8 + 11
 # linux/sock_diag.h, linux/inet_diag.h
@@ -28,7 +28,7 @@ MAX_ANSWER = 4096
 
 
 class Arrivals:
-    """Those of one port. Where the kernel does not tell, requests came as they were seen. `close` it."""
+    """The arrival times of one port's requests; 0 s ago where the kernel does not report them."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -38,7 +38,7 @@ class Arrivals:
             self._kernel = socket.socket(socket.AF_NETLINK, kind, NETLINK_SOCK_DIAG)
 
     def since_s(self, client: tuple[str, str | int]) -> float:
-        """Since this client's last data came; 0 where that is not known."""
+        """Returns the seconds since this client's last data arrived; 0 if unknown."""
         if self._kernel is None:
             return 0.0
         try:
@@ -61,7 +61,7 @@ def _question(host: str, port: int, own_port: int) -> bytes:
 
 
 def _since_ms(answer: bytes, port: int) -> int:
-    """0 where it is about another socket: one that listens takes the place of one that there is not."""
+    """Returns the milliseconds in an answer of the kernel; 0 if it describes another socket, such as a listener."""
     size, kind, *_ = HEADER.unpack_from(answer)
     at = HEADER.size + FOUND.size
     if kind != SOCK_DIAG_BY_FAMILY or SOCKET.unpack_from(answer, at)[1] != port:
@@ -77,7 +77,7 @@ def _since_ms(answer: bytes, port: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _own(host: str) -> str:
-    """The address by which this machine speaks to that one."""
+    """Returns the local address of a connection to `host`."""
     with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         return str(probe.getsockname()[0])

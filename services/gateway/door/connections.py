@@ -2,10 +2,10 @@
 
     limit of open files ──> raised as far as may be ──> less what the process needs ──> connections of HTTP, of gRPC
 
-The server takes as many as that, and the kernel keeps the next ones waiting. Once NEARLY all are there, those on which
-nothing runs are closed, longest idle first, down to half, so that those who wait, a health check too, come in.
-Idle is one between two requests, or before its first; a client that finds its own closed connects anew.
-Those whose client is slow with the head of a request are closed in any case: slow_heads.py.
+The server takes as many as that, and the kernel keeps the next ones waiting. Once NEARLY all are used, idle
+ones are closed, longest idle first, down to half, so that waiting clients, a health check among them, get in.
+A connection is idle between two requests, or before its first; a client that finds it closed connects again.
+Connections whose client is slow with the head of a request are closed in any case: slow_heads.py.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from services.gateway.door.slow_heads import SlowHeads
 log = structlog.get_logger(__name__)
 LOOK_S, AGAIN_S = 0.25, 0.05
 NEARLY = 3 / 4
-# Nothing has come for so long: a request that is just arriving is none of them.
+# Seconds without data after which a connection counts as idle: a request may be just arriving.
 IDLE_MS = 500
-# How often connections are looked at within the time that a head may take, and how many of them between other work.
+# How often connections are examined within the time that a head may take, and how many of them before a yield.
 LOOKS, IN_A_TURN = 4, 64
-# Files that are opened for a moment, connections to workers and Redis, pipes of the helper process.
+# Descriptors for short-lived files, connections to workers and Redis, and pipes of the helper process.
 RESERVE = 64
 MOST = 2048
 MOST_SOUGHT = 2**16  # descriptors
 OPEN = Path("/proc/self/fd")
-# Who says a deadline means one from when it sent the request.
+# A client's deadline counts from when it sent the request.
 SAYS_DEADLINE = frozenset((b"x-request-timeout-ms", b"x-request-timeout"))
 SINCE_S = "tandem.since_s"
 NAME = itemgetter(0)
@@ -52,24 +52,24 @@ class Room:
 
     @classmethod
     def of(cls, open_files: int) -> Room:
-        """The bound for a limit of so many files, before any is open."""
+        """Returns the bounds that a limit of `open_files` leaves, before any file is open."""
         free = max(16, open_files - len(_descriptors()) - 2 * RESERVE)
         return cls(http=min(MOST, free * 3 // 4), grpc=min(MOST, free // 4))
 
 
 def raise_limit() -> int:
-    """Let the process open as many files as it may; returns how many."""
+    """Raise the soft limit of open files to the hard one. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(ValueError, OSError):  # a hard limit that the kernel does not allow itself
+        with suppress(ValueError, OSError):  # the kernel may refuse even the hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class Connections:
-    """Those of one port, at most `most`. An ASGI app around the one that is served; `run` closes idle ones.
+    """The connections of one port, at most `most`. An ASGI app around the served one; `run` closes idle connections.
 
-    SINCE_S of a scope: how long ago its request came, where that matters.
+    `SINCE_S` in a scope is the age of its request in seconds, where it has a deadline.
     """
 
     def __init__(self, app: Any, port: int, most: int, header_timeout_s: float) -> None:
@@ -94,7 +94,7 @@ class Connections:
         self._glance.close()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Close idle and slow connections, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._make_room_again_and_again())
             tasks.create_task(self._close_slow_heads())
@@ -117,11 +117,11 @@ class Connections:
         closed = 0
         while True:
             await asyncio.sleep(AGAIN_S if closed else LOOK_S)
-            # Counting all files is cheap; which of them are connections takes a look at each.
+            # Counting all files is cheap; telling which are connections is not.
             closed = self.make_room() if len(_descriptors()) > NEARLY * self.most else 0
 
     def make_room(self) -> int:
-        """Close what is idle, down to half of what there may be; returns how many were closed."""
+        """Close idle connections, down to half of the most. Returns how many were closed."""
         found = list(self._found())
         idle = sorted((one for one in found if one.idle_ms >= IDLE_MS), key=lambda one: one.idle_ms, reverse=True)
         going = idle[: len(found) - self.most // 2] if len(found) > NEARLY * self.most else []
@@ -137,7 +137,7 @@ class Connections:
                 yield found
 
     def _look(self, number: int) -> _Found | None:
-        """None where the descriptor is no connection of this port."""
+        """Returns the connection of a descriptor; None if it is no connection of this port."""
         try:
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 return None
@@ -153,16 +153,16 @@ class Connections:
         return _Found(number, client, came_ms, 0 if client in self._busy else min(numbers[SINCE_SENT], came_ms))
 
     def _shut(self, found: _Found) -> None:
-        """Closes the connection, unless its descriptor is another's by now."""
+        """Close the connection, unless its descriptor has been reused."""
         with suppress(OSError, ValueError), self._glance.at(found.number) as connection:
             if connection.getpeername()[1] == int(found.client[1]) and connection.getsockname()[1] == self._port:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Glance:
-    """A descriptor to look at sockets of others through, so that their own may go meanwhile.
+    """A spare descriptor, duplicated onto each socket to examine, so that its owner may close its own meanwhile.
 
-    It takes none while it looks: there may be none left, and then it is needed most.
+    Examining takes no new descriptor: there may be none left just when this is needed most.
     """
 
     def __init__(self) -> None:
@@ -188,19 +188,19 @@ class _Glance:
     def close(self) -> None:
         for number in (self._own, self._nothing):
             os.close(number)
-        self._own = self._nothing = -1  # the numbers are others' from now on
+        self._own = self._nothing = -1  # the numbers may be reused from now on
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    number: int  # of its descriptor
+    number: int  # its descriptor
     client: tuple[str, str]
-    came_ms: int  # since data last came
+    came_ms: int  # age of its last data
     idle_ms: int
 
 
 def _descriptors() -> Sequence[int]:
-    """The descriptors that are open, and perhaps some that are not where none was left to look with."""
+    """Returns the open descriptors, or all possible ones if none is free to list them with."""
     try:
         return [int(name) for name in os.listdir(OPEN)]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A protocol's own words around an answer: errors, the request's id, the end of a stream."""
+"""A protocol's own form of errors, of the request's id, and of a stream's end."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Dialect:
 
     id_header = "x-request-id"
     done = b"data: [DONE]\n\n"
-    ping = b": waiting\n\n"  # what no client shows, for a stream that has been silent for long
+    ping = b": waiting\n\n"  # a comment that no client shows, for streams that are silent
 
     def status(self, error: GatewayError) -> int:
         return error.status
 
     def body(self, error: GatewayError, request_id: str, status: int = 0) -> dict[str, Any]:
-        """`status`: another than the error's own."""
+        """Returns the body of an error. `status`: instead of the error's own."""
         return error.body()
 
     def failure(self, error: GatewayError, request_id: str) -> bytes:
-        """The last event of a stream whose answer has not begun."""
+        """Returns the last event of a stream whose answer has not begun."""
         return b"data: %b\n\n" % orjson.dumps(self.body(error, request_id))
 
     def headers(self, said: Mapping[str, str]) -> Mapping[str, str]:
@@ -33,7 +33,7 @@ class Dialect:
 
 
 class ResponsesDialect(Dialect):
-    """POST /v1/responses' own: its events have a type."""
+    """The dialect of /v1/responses, whose events have a type."""
 
     def failure(self, error: GatewayError, request_id: str) -> bytes:
         said = {"code": error.code or error.type, "message": error.message, "param": error.param}

@@ -1,4 +1,4 @@
-"""Bodies that clients send compressed: gzip, and no more of it than a plain body may have."""
+"""Bodies that clients send compressed by gzip, held to the size of a plain body."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from services.gateway.errors import BodyTooLarge, InvalidRequest, UnsupportedEnc
 
 GZIP = 16 + zlib.MAX_WBITS
 PLAIN = ("", "identity")
-MOST_MEMBERS = 16  # each costs a copy of those behind it
+MOST_MEMBERS = 16  # each costs a copy of the members after it
 
 
 def is_compressed(said: str) -> bool:
-    """Read a content-encoding header.
+    """True if a content-encoding header names gzip.
 
     Raises:
         UnsupportedEncoding
@@ -28,11 +28,11 @@ def is_compressed(said: str) -> bool:
 
 
 def decompressed(data: bytes, limit: int) -> bytes:
-    """Unpack it, in several members perhaps. No more than `limit` and a byte of it is ever made.
+    """Returns the body of one or several gzip members. At most `limit` + 1 bytes are ever decompressed.
 
     Raises:
         BodyTooLarge: more than `limit` bytes.
-        InvalidRequest: it is no gzip, or not all of it.
+        InvalidRequest: the body is no gzip, or incomplete.
     """
     parts: list[bytes] = []
     left = limit + 1

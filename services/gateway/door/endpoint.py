@@ -1,8 +1,8 @@
 """The hot routes. One request:
 
 1 read      body, within its bounds; refused here if its answer would come too late; fields checked; prompt tokenized
-2 wait      for the first delta: a failure within pings.HEAD_S still has an HTTP status of its own. Then a stream's
-            head is sent, and signs of life until there is more to send
+2 wait      for the first delta: a failure within pings.HEAD_S still gets an HTTP status of its own. Then a stream's
+            head is sent, and comments until there is an event
 3 write     one event per delta, or all deltas as one body
 4 end       whichever comes first: the answer's end, an error, the deadline, the client's disconnect
 
@@ -60,7 +60,7 @@ class Endpoint(ABC):
         self._shared = shared
 
     def speaking(self, dialect: Dialect) -> Self:
-        """Answer in another protocol's words."""
+        """Set the protocol that errors and ends of streams are written in."""
         self.dialect = dialect
         return self
 
@@ -68,7 +68,7 @@ class Endpoint(ABC):
         exchange = Exchange(scope, receive, send, self._shared.new_id, lambda: self._shared.state.leaving, self.dialect)
         try:
             await self._serve(exchange)
-        except ClientLeft:  # or it has sent what is no body, and waits
+        except ClientLeft:  # or it has sent a malformed body and waits
             self._shared.metrics.request("none", CLIENT_LEFT)
             await exchange.fail(InvalidRequest("the body is malformed, or ended too early", code="incomplete_body"), {})
         except GatewayError as error:
@@ -83,7 +83,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     async def _serve(self, exchange: Exchange) -> None:
-        """Answer it.
+        """Answer one request.
 
         Raises:
             GatewayError | ClientLeft
@@ -91,7 +91,7 @@ class Endpoint(ABC):
 
 
 class AdminEndpoint(Endpoint):
-    """A short body in, one out, for those who may manage models."""
+    """An endpoint for keys that may manage models: a short body in, one out."""
 
     def __init__(self, shared: Shared, respond: Callable[[bytes], Awaitable[Any]]) -> None:
         super().__init__(shared)
@@ -104,7 +104,7 @@ class AdminEndpoint(Endpoint):
 
 
 class TextEndpoint(Endpoint):
-    """One body in, one out, nothing of the cluster asked for: of the gateway itself, in turns."""
+    """An endpoint that the gateway answers without workers, such as /tokenize. Tenants take turns."""
 
     def __init__(self, directory: ModelDirectory, respond: RespondTo, reader: BodyReader[Any]) -> None:
         super().__init__(directory.shared)
@@ -121,7 +121,7 @@ class TextEndpoint(Endpoint):
                 counted = shared.allowances.one(client, tenant, exchange.request_id, left)
 
                 async def respond(user: str) -> Any:
-                    """Not in its turn while a model is woken."""
+                    """Answer within a turn, which is given back while a model is woken."""
                     async with shared.text_turns.turn(tenant, len(body), deadline):
                         llm = await directory.llm_for(body, tenant, user or exchange.headers.get(SESSION, ""))
                         incoming = await llm.read(self._reader, body, tenant)
@@ -136,7 +136,7 @@ class TextEndpoint(Endpoint):
 
 
 class GenerateEndpoint(Endpoint):
-    """Answers as they are written."""
+    """An endpoint whose answers workers write, streamed or whole."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class GenerateEndpoint(Endpoint):
             with shared.deadlines.until(asked.deadline):
                 await shared.intake.begin()
                 body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s, shared.deadlines)
-                check_left(asked.deadline)  # whose timer may be late itself
+                check_left(asked.deadline)  # the timer itself may be late
                 found, answer = await self._begin(asked, body)
         except TimeoutError:
             late = TimedOut("the request's deadline passed while its body was read")
@@ -186,7 +186,7 @@ class GenerateEndpoint(Endpoint):
         return found, llm.answer(asked.generation(found), found.param)
 
     async def _answered(self, exchange: Exchange, found: ParsedBody, answer: Answer, asked: _Asked) -> bool:
-        """False where its model lost all workers before anything was sent, and another one of its alias has some.
+        """True unless the model lost its workers before anything was sent while another model of the alias has some.
 
         Raises:
             GatewayError
@@ -205,7 +205,7 @@ class GenerateEndpoint(Endpoint):
         self._shared.refuse(exchange.headers, exchange.request_id, error, exchange.arrived, model)
 
     async def _supervise(self, exchange: Exchange, writing: Awaitable[None], deadline: float) -> None:
-        """Write the answer for as long as there is anyone to write it to."""
+        """Write the answer until its client disconnects or its deadline passes."""
         bound = self._shared.deadlines.until(deadline + STALLED_S)
         try:
             with bound:
@@ -239,7 +239,7 @@ class GenerateEndpoint(Endpoint):
             await exchange.close()
 
     async def _write_event(self, exchange: Exchange, envelope: Framing, delta: Delta) -> None:
-        """The last one waits for the end of the stream, which comes at once."""
+        """Write a delta's events; the last one is held and leaves together with the end of the stream."""
         await exchange.written()
         await envelope.prepare(delta)
         if envelope.ends_with(delta):
@@ -265,7 +265,7 @@ class GenerateEndpoint(Endpoint):
 
 
 class _Asked:
-    """A request, from its headers on: whose it is, and by when."""
+    """A request as its headers describe it: client, tenant, deadline; then the model that it is for."""
 
     def __init__(self, directory: ModelDirectory, exchange: Exchange) -> None:
         """
@@ -275,7 +275,7 @@ class _Asked:
         self._directory, self._exchange, shared = directory, exchange, directory.shared
         self.client = shared.access.authenticate(exchange.headers)
         self.deadline = exchange.deadline(shared)
-        self.owner = shared.access.tenant(self.client, exchange.headers, "", "user")  # the body may name another
+        self.owner = shared.access.tenant(self.client, exchange.headers, "", "user")  # the body may name another tenant
         self._tenant, self._priority, self._targets = "", 0, NO_TARGETS
         self._llm: LLM | None = None
         self._model: ServedModel | None = None
@@ -301,13 +301,12 @@ class _Asked:
         return llm
 
     def elsewhere(self) -> bool:
-        """True if the chosen model has lost its workers and another one of its alias would answer, of which nothing
-        was sent yet."""
+        """True if nothing was sent, the chosen model lost its workers, and another model of the alias has some."""
         via = self._llm.via if self._llm else None
         return via is not None and not self._exchange.answered and self._directory.answers_elsewhere(via)
 
     def check_turn(self, terms: Terms, max_tokens: int | None) -> str:
-        """Returns the tenant.
+        """Returns the tenant, having refused what would come too late.
 
         Raises:
             GatewayError: its answer would come too late, or what it says of itself is wrong.
@@ -323,7 +322,7 @@ class _Asked:
         return self._tenant
 
     def generation(self, found: ParsedBody) -> Generation:
-        """Once its turn was checked."""
+        """Returns the request for the pipeline. Call after `check_turn`."""
         terms, llm, exchange = found.terms, self._llm, self._exchange
         assert llm is not None
         assert self._model is not None

@@ -27,20 +27,19 @@ from services.gateway.shared import Shared
 
 log = structlog.get_logger(__name__)
 FAIL_WAIT_S = 1.0
-# Headers that name a deadline, and how many of them are a second.
+# Headers that name a deadline, and their units in a second.
 TIMEOUTS = (("x-request-timeout-ms", 1000.0), ("x-request-timeout", 1.0))
-# Most answers of a moment are over before anybody has to look if their client is still there, which costs two messages
-# between threads.
+# Short answers end before this, and so save the two messages between threads that watching a client costs.
 WATCH_S = 0.2
 SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class ClientLeft(Exception):
-    """Nobody is there to read an answer."""
+    """The client disconnected."""
 
 
 class Exchange:
-    """`leaving`: the client should connect anew, to another gateway, for its next request."""
+    """One request and its response. `leaving`: the client should send its next request to another gateway."""
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, new_id: Callable[[], str], leaving: Callable[[], bool],
@@ -57,30 +56,31 @@ class Exchange:
         self._keeps_alive = scope["http_version"].startswith("1")
         self._leaving = leaving
         self._closing = False
-        self._failure: Callable[[GatewayError], bytes] | None = None  # of a stream
-        self._last = False  # the connection is of no more use
+        self._failure: Callable[[GatewayError], bytes] | None = None  # makes a stream's last event after an error
+        self._last = False  # the connection cannot be reused
         self._held = b""
-        self._event: Message = {"type": "http.response.body", "more_body": True}  # one for all: it is read at once
+        # One object for all events, as each is read immediately.
+        self._event: Message = {"type": "http.response.body", "more_body": True}
         self._unwritten: _Begun | None = None
         self._pings = Pings(self._dialect.ping, send)
         self._left: asyncio.Task[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self.also: dict[str, str] = {}  # headers beside those of the response
+        self.also: dict[str, str] = {}  # headers besides the response's own
         self.started = False
-        self.opened = False  # a stream that has its own words for a failure
-        self.answered = False  # some of an answer was sent, and not only signs of life
+        self.opened = False  # the stream can report a failure by an event
+        self.answered = False  # part of the answer was sent, not only comments
 
     @property
     def names_deadline(self) -> bool:
-        """True if the request has one of its own."""
+        """True if the request names a deadline."""
         return any(name in self.headers for name, _ in TIMEOUTS)
 
     def deadline(self, shared: Shared) -> float:
-        """By x-request-timeout-ms or x-request-timeout (seconds), from when the request came, or the default.
+        """Returns the request's deadline, by x-request-timeout-ms or x-request-timeout (s), counted from its arrival.
 
         Raises:
             InvalidRequest
-            TimedOut: it has passed.
+            TimedOut: the deadline has passed.
         """
         deadline = shared.deadline(*_seconds_said(self.headers)) - self._since_s
         check_left(deadline)
@@ -90,8 +90,8 @@ class Exchange:
         """
         Raises:
             BodyTooLarge: more than `limit` bytes.
-            BodyTimeout: it took longer than this.
-            UnsupportedEncoding | InvalidRequest: it is compressed in another way than gzip, or wrongly.
+            BodyTimeout: the body took longer than `seconds`.
+            UnsupportedEncoding | InvalidRequest: the body is compressed, but not by gzip, or wrongly.
             ClientLeft
         """
         compressed = is_compressed(self.headers.get("content-encoding", ""))
@@ -119,16 +119,16 @@ class Exchange:
             size += len(parts[-1])
             if size > limit:
                 raise BodyTooLarge(f"the body must not be larger than {limit} bytes", code="body_too_large")
-            if size == whole > 0 or not message.get("more_body"):  # its end needs no message of its own
+            if size == whole > 0 or not message.get("more_body"):  # the end needs no message of its own
                 return b"".join(parts)
 
     @property
     def has_left(self) -> bool:
-        """True once `watch_left` has seen it."""
+        """True once `watch_left` has seen the client disconnect."""
         return self._left is not None and self._left.done()
 
     def watch_left(self, then: Callable[[], object] | None = None, after_s: float = WATCH_S) -> None:
-        """Call `then` when the client has left, from so many seconds on. Only after `body`, until `abandon`."""
+        """Call `then` when the client disconnects, watching from `after_s` on. Only after `body`, until `abandon`."""
 
         def watch() -> None:
             if self._left is None:
@@ -157,7 +157,7 @@ class Exchange:
         self, seconds: float, headers: Callable[[], Mapping[str, str]], failure: Callable[[GatewayError], bytes],
         begin: bytes,
     ) -> None:  # fmt: skip
-        """Begins a stream by `begin`, or by a sign of life, unless `open` or an error comes within so many seconds."""
+        """Begin a stream by `begin`, or by a comment, unless `open` or `fail` is called within `seconds`."""
 
         async def open_early() -> None:
             self.answered = bool(begin)
@@ -169,10 +169,10 @@ class Exchange:
     async def open(
         self, headers: Mapping[str, str], failure: Callable[[GatewayError], bytes], begin: bytes = b""
     ) -> None:
-        """Begins a stream of events by `begin`, unless it was begun early.
+        """Begin a stream of events by `begin`, unless it was begun early.
 
         Args:
-            failure: makes its last event after an error.
+            failure: returns the last event after an error.
         """
         await self._pings.sent()
         begins, self.answered = not self.answered, True
@@ -186,7 +186,7 @@ class Exchange:
         await self._start_events(headers)
 
     async def comment(self, text: str) -> None:
-        """Say what no client shows, in a stream that may have yet to begin."""
+        """Write a comment, which no client shows; begin the stream if necessary."""
         if self._failure is None:
             self._failure = partial(self._dialect.failure, request_id=self.request_id)
             await self._start_events({})
@@ -197,7 +197,7 @@ class Exchange:
         await self._write(event, more=True)
 
     def event_at_once(self, event: bytes) -> bool:
-        """As `event`, without waiting. False: the client is slow to read, and `written` must come before the next."""
+        """Write an event without waiting. Returns False if the client reads slowly: then await `written` first."""
         self._pings.put_off()
         self._event["body"] = event
         steps = self._send(self._event).__await__()
@@ -209,13 +209,13 @@ class Exchange:
         return False
 
     async def written(self) -> None:
-        """Until the client has room for what `event_at_once` has left."""
+        """Wait until the client has taken the event that `event_at_once` left."""
         if (unwritten := self._unwritten) is not None:
             self._unwritten = None
             await unwritten
 
     def hold(self, event: bytes) -> None:
-        """Goes out together with the end of the stream."""
+        """Keep an event until the end of the stream, to leave together with it."""
         self._held += event
 
     async def close(self) -> None:
@@ -224,7 +224,7 @@ class Exchange:
         await self._write(self._held + self._dialect.done, more=False)
 
     async def fail(self, error: GatewayError, headers: Mapping[str, str]) -> None:
-        """The typed end of a request. A client that does not read it within FAIL_WAIT_S goes without."""
+        """End the request by an error. A client that does not read it within FAIL_WAIT_S does not get it."""
         if self._closing:
             log.warning("a client did not read the end of its answer", request_id=self.request_id, error=error.message)
             return
@@ -241,14 +241,14 @@ class Exchange:
             log.warning("a client did not read its error", request_id=self.request_id, error=error.message)
 
     def abandon(self) -> None:
-        """Nothing is written any more."""
+        """Stop writing, and release what refers to the answer."""
         self._pings.abandon()
-        self._failure = None  # it refers to the answer, which may refer to this
+        self._failure = None  # it refers to the answer, which may refer back
         if self._watch is not None:
             self._watch.cancel()
         if self._left is not None:
             self._left.cancel()
-        # What they call refers to this: together they would be garbage that only a search finds.
+        # Their callbacks refer back to this object: without this the cycle would wait for the garbage collector.
         self._watch = self._left = None
 
     async def _start_events(self, headers: Mapping[str, str]) -> None:
@@ -270,7 +270,7 @@ class Exchange:
 
 
 class _Begun:
-    """Something awaitable, of which the first step was taken: to be awaited for the others."""
+    """An awaitable whose first step was taken already; awaiting it runs the remaining steps."""
 
     def __init__(self, steps: Generator[Any, Any, Any], waits_for: object) -> None:
         self._steps, self._waits_for = steps, waits_for
@@ -281,7 +281,7 @@ class _Begun:
 
 
 def request_id_of(headers: Mapping[str, str], new_id: Callable[[], str]) -> str:
-    """The client's own x-request-id where that is fit for a header and a log."""
+    """Returns the client's x-request-id if it is fit for headers and logs, else a new id."""
     said = headers.get("x-request-id", "")
     return said if SANE_ID.fullmatch(said) else new_id()
 

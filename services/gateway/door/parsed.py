@@ -29,7 +29,7 @@ class Terms:
     speculative: Speculative | None = None
 
 
-# Refuses, before its prompt is tokenized, a request whose answer of at most so many tokens would come too late.
+# Refuses, before tokenizing its prompt, a request whose answer of at most so many tokens would come too late.
 # Returns the tenant.
 CheckTurn = Callable[[Terms, int | None], str]
 
@@ -43,7 +43,7 @@ class Framing(ABC):
 
     async def prepare(self, delta: Delta) -> None:
         """Make what is too long for one turn of the loop, before `chunk` or `whole` uses it."""
-        return  # nothing is
+        return
 
     @abstractmethod
     def shows(self, delta: Delta) -> bool:
@@ -104,18 +104,18 @@ class ParsedBody:
     prompts: Sequence[Sequence[int]]
     param: str  # the field that had the prompts
     operation: str
-    frame: Callable[[ParsedBody, Answer, int], Framing]  # of the answer that was created at this Unix time
+    frame: Callable[[ParsedBody, Answer, int], Framing]  # the int: creation time, Unix seconds
     n: int = 1  # choices of each prompt
     reading: ReadingPlan | None = None
-    dimensions: int | None = None  # of embeddings
-    detach: Callable[[Exchange, Framing, Answer], Awaitable[None]] | None = None  # responds while the answer goes on
+    dimensions: int | None = None  # of an embedding
+    detach: Callable[[Exchange, Framing, Answer], Awaitable[None]] | None = None  # responds before the answer ends
 
     def framing(self, answer: Answer, created: int) -> Framing:
         return self.frame(self, answer, created)
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """All deltas of one choice as one."""
+    """Returns all deltas of one choice as one."""
     tokens = Tokens([], [])
     for delta in deltas:
         tokens.add(delta.tokens)

@@ -1,4 +1,4 @@
-"""Requests that mean another one: a slash too many in the path, and HEAD of what has only GET."""
+"""Requests that stand for another: paths with a slash too many, and HEAD where only GET is served."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.responses import RedirectResponse
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# Ids behind it are the clients' own, slashes and all.
+# The ids after it are the clients' own and may contain slashes.
 TRACES = "/debug/traces/"
 # Pages whose links are relative to their path.
 PAGES = frozenset(("/docs", "/console"))
@@ -18,8 +18,10 @@ def has_more_slashes(path: str) -> bool:
 
 
 def without_more_slashes(scope: Scope) -> Scope:
-    """Returns the request, to the path that its client means. A redirect would lose a POST's body and, behind a proxy
-    that ends TLS, name the wrong scheme."""
+    """Returns the request with the path that its client meant.
+
+    A redirect would lose a POST's body and, behind a proxy that ends TLS, name the wrong scheme.
+    """
     path: str = scope["path"]
     before, traces, name = path.partition(TRACES)
     if traces and not before.strip("/"):
@@ -28,12 +30,12 @@ def without_more_slashes(scope: Scope) -> Scope:
 
 
 async def show_page(path: str, scope: Scope, receive: Receive, send: Send) -> None:
-    """Leads a browser to a page that it has asked for with a slash behind its path."""
+    """Redirect a browser from a page's path with a trailing slash to the page."""
     await RedirectResponse(f"..{path}")(scope, receive, send)
 
 
 async def answer_head(app: ASGIApp, routes: list[BaseRoute], scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers HEAD as GET, without the body, where the route does not do so itself."""
+    """Answer HEAD as GET without a body, where the route does not do so itself."""
 
     async def send_head(message: Message) -> None:
         await send({**message, "body": b""} if message["type"] == "http.response.body" else message)

@@ -1,4 +1,4 @@
-"""Signs of life of a stream: proxies and clients give up one that is silent for long.
+"""Pings of a stream: proxies and clients give up a stream that is silent for long.
 
 begin ── HEAD_S, nothing sent ──> its head and `first` ──┐
   └── an event was sent ─────────────────────────────────┴──> a ping after each PING_S without an event
@@ -11,16 +11,16 @@ from collections.abc import Awaitable, Callable
 
 from starlette.types import Send
 
-# What fails within this has an HTTP status of its own, which clients decide by whether to try again.
+# A failure within this time gets an HTTP status of its own, by which clients decide whether to try again.
 HEAD_S = 1.0
-# The same, of a stream with events before its first token.
+# The same for a stream with events before its first token.
 BEGIN_S = 0.1
-# A silence lasts from once to twice as long.
+# A silence lasts between one and two of these.
 PING_S = 10.0
 
 
 class Pings:
-    """begin -> put_off ... -> end. One timer, whatever is sent."""
+    """The pings of one stream: begin -> put_off ... -> end. One timer serves all of them."""
 
     def __init__(self, event: bytes, send: Send) -> None:
         self._event, self._send = event, send
@@ -30,33 +30,33 @@ class Pings:
         self._sent: asyncio.Task[None] | None = None
 
     def begin(self, after_s: float | None = None, first: Callable[[], Awaitable[None]] | None = None) -> None:
-        """`first`: sends the first sign, in place of a ping."""
+        """Start the timer. `first`: sends the first ping in another form."""
         self._stop()
         self._first = first
         self._wait(PING_S if after_s is None else after_s)
 
     def go_on(self) -> None:
-        """Begins, unless that was done. The stream has a head now."""
+        """Start the timer unless it runs. Call once the stream's head was sent."""
         self._first = None
         if self._timer is None:
             self._wait(PING_S)
 
     def put_off(self) -> None:
-        """Something else was sent."""
+        """Postpone the next ping, as an event was sent."""
         self._spoken = True
 
     async def sent(self) -> None:
-        """Returns once a sign that is being sent was sent."""
+        """Wait for a ping that is being sent."""
         if self._sent is not None:
             await asyncio.wait({self._sent})
 
     async def end(self) -> None:
-        """Nothing is sent any more once this returns."""
+        """Stop pinging, and wait for a ping that is being sent."""
         self._stop()
         await self.sent()
 
     def abandon(self) -> None:
-        """No client is there to read them."""
+        """Stop pinging, as the client disconnected."""
         self._stop()
         if self._sent is not None:
             self._sent.cancel()
@@ -65,7 +65,7 @@ class Pings:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
 
     def _stop(self) -> None:
-        """Forgets what refers to these pings: together they would be garbage that only a search finds."""
+        """Stop, and break the reference cycle through the timer, which only the garbage collector would free."""
         self._first = None
         if self._timer is not None:
             self._timer.cancel()
@@ -79,7 +79,7 @@ class Pings:
         self._wait(PING_S)
 
     async def _say(self, first: Callable[[], Awaitable[None]] | None) -> None:
-        """A connection that is gone is left for the answer's own next event to find."""
+        """Send a ping. A lost connection is left for the answer's next event to find."""
         try:
             if first is not None:
                 await first()

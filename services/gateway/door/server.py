@@ -25,9 +25,9 @@ POLL_S = 0.02
 
 
 class HttpServer:
-    """Serves one ASGI app on one address; `shared`: others may listen there, each for a part of what comes.
+    """Serves one ASGI app on one address. `shared`: other processes may listen there and take a share of connections.
 
-    `port` is 0 until `start` has chosen a free one, where that was asked for.
+    A `port` of 0 is replaced by a free one in `start`.
     """
 
     def __init__(self, app: Any, host: str, port: int, shared: bool, header_timeout_s: float, most: int = MOST) -> None:
@@ -38,20 +38,20 @@ class HttpServer:
         self._closed = False
 
     async def start(self) -> None:
-        """Return once connections are taken.
+        """Start accepting connections.
 
         Raises:
             OSError: the address cannot be bound.
         """
-        self._address = resolved(self._host)  # Granian knows no names
+        self._address = resolved(self._host)  # Granian takes addresses only
         with socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET) as probe:
-            # Granian always listens with SO_REUSEPORT: that the address is another's would not show.
+            # Granian always listens with SO_REUSEPORT, which would hide that another process has the address.
             is_free = self.port == 0
             beside = socket.SO_REUSEPORT if self._shared or is_free else socket.SO_REUSEADDR
             probe.setsockopt(socket.SOL_SOCKET, beside, 1)
             probe.bind((self._address, self.port))
             self.port = probe.getsockname()[1]
-            if not is_free:  # else it holds the port until Granian does
+            if not is_free:  # otherwise this socket holds the port until Granian listens
                 probe.close()
             await self._listen()
 
@@ -60,7 +60,7 @@ class HttpServer:
         self._server = Server(
             self._connections, address=self._address, port=self.port, interface=Interfaces.ASGINL, websockets=False,
             log_enabled=False, backlog=2048, backpressure=self._most,
-            # HTTP/2 in the clear would be recognised by first bytes that are waited for without bound.
+            # To recognise HTTP/2 in the clear, first bytes would be awaited without bound.
             http=HTTPModes.http1,
             http1_settings=HTTP1Settings(header_read_timeout=round(1000 * max(KEPT_S, self._header_timeout_s))),
         )  # fmt: skip
@@ -73,7 +73,7 @@ class HttpServer:
                 await asyncio.sleep(POLL_S)
 
     async def run(self) -> None:
-        """Until the server ends by itself, which it should not."""
+        """Wait until the server ends by itself, which is a failure."""
         assert self._task is not None
         closing = asyncio.create_task(self._connections.run())
         try:
@@ -85,13 +85,13 @@ class HttpServer:
             closing.cancel()
 
     def close(self) -> None:
-        """Take no connections any more, and end those that are idle; responses that are under way go on."""
+        """Stop accepting connections and end idle ones; responses under way continue."""
         if self._task is not None and not self._task.done() and not self._closed:
             self._closed = True
             self._server.stop()  # type: ignore[no-untyped-call]
 
     async def stop(self) -> None:
-        """Bounded: connections that will not end are dropped with the process."""
+        """Close, and wait a bounded time: connections that do not end are dropped with the process."""
         if self._task is None or self._task.done():
             return
         self.close()

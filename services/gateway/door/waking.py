@@ -1,4 +1,4 @@
-"""A request's wait for a model that starts because of it."""
+"""A request that waits for a model to start."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import asyncio
 from services.gateway.door.exchange import ClientLeft, Exchange
 from tandem.registry import ModelStatus
 
-# How often a stream says that its model starts.
+# Seconds between comments that the model starts.
 SAY_S = 1.0
 
 
 class Waking:
-    """A request that waits for a model to start: what its client hears meanwhile, by a stream's comments, and then, by
-    headers. Without the client it waits no longer."""
+    """Informs a client while its model starts: a stream by comments, and both kinds of answers by headers.
+
+    The wait ends when the client disconnects."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange

@@ -38,13 +38,13 @@ CLIENT_LEFT, TOO_MANY = 499, 429
 
 
 class Answer:
-    """`deltas` once; everything else can be asked at any time."""
+    """The answer to one request. Read `deltas` once; everything else may be read at any time."""
 
     def __init__(
         self, request: Generation, pipeline: Pipeline, allowances: Allowances, running: set[Answer],
         *, max_model_len: int, seed: int,
     ) -> None:  # fmt: skip
-        """`running`: where it is from `deltas`' begin to their end."""
+        """`running`: the set that holds this answer while its deltas are read."""
         self.request = request
         self._pipeline, self._metrics = pipeline, pipeline.metrics
         self._allowances = allowances
@@ -62,7 +62,7 @@ class Answer:
 
     @property
     def usage(self) -> llm_pb2.Usage:
-        """Each prompt counts once, however many answers it has."""
+        """Token counts. A prompt counts once, however many choices it has."""
         written = reasoning = proposed = accepted = 0
         for choice in self.choices:
             written += choice.text.num_tokens
@@ -81,28 +81,28 @@ class Answer:
 
     @property
     def path(self) -> llm_pb2.Path:
-        """The path of the first choice that has one."""
+        """The path through the cluster of the first choice that has one."""
         if len(self.choices) == 1:
             return self.choices[0].path
         return next((choice.path for choice in self.choices if choice.path.kind), self.choices[0].path)
 
     @property
     def revision(self) -> str | None:
-        """The revision of the weights behind `path`."""
+        """The revision of the weights that computed the choice of `path`."""
         return next((choice.revision for choice in self.choices if choice.path.kind), None)
 
     def call_id(self, choice: int, index: int) -> str:
-        """The id of one call of a tool."""
+        """Returns the id of one tool call."""
         assert self.request.reading is not None
         choice_id = self.choices[choice].sequence.choice_id
         return self.request.reading.call_id(blake2b(f"{choice_id}-{index}".encode()).hexdigest())
 
     def limit_headers(self) -> dict[str, str]:
-        """Returns what is left of its tenant's limits, known before its path is."""
+        """Returns what is left of the tenant's limits as headers; known before the path is."""
         return self._limit_headers
 
     def path_headers(self) -> dict[str, str]:
-        """The request's path and its reason, as far as they are known, as HTTP headers or gRPC trailers."""
+        """Returns the path and its reason, as far as known, as HTTP headers or gRPC trailers."""
         path, via = self.path, self.request.model.via
         said = {
             "x-tandem-path": PATHS.get(path.kind, "none"),
@@ -145,7 +145,7 @@ class Answer:
             tracing.fail(span, error, outcome)
             raise
         except BaseException as error:
-            if isinstance(error, Exception):  # a bug, and no reader that has left
+            if isinstance(error, Exception):  # a bug, not a reader that stopped
                 status, outcome = 500, "internal_error"
             tracing.fail(span, error, outcome)
             raise
@@ -158,17 +158,18 @@ class Answer:
             self._pipeline.records.add("request", partial(self._counted, end), span)
 
     def write_at_once(self, write: Callable[[Delta], bool]) -> None:
-        """From now on, while the reader of `deltas` waits, `write` may get those that end nothing instead of it.
+        """Fast path: from now on, while the reader of `deltas` waits, deltas that end nothing may go straight to
+        `write`.
 
         Args:
-            write: False where it can take no more; then the reader gets a delta that says nothing.
+            write: returns False if it can take no more; the reader then gets an empty delta.
         """
         if len(self.choices) == 1 and not self.request.sampling.stop:
             self.choices[0].write = write
-        # else choices take turns, or a stop string would have to end the reader's wait
+        # several choices take turns, and a stop string must be able to end the reader's wait
 
     async def _take(self) -> Taken | None:
-        """From its tenant's limits. Raises RateLimited and InvalidRequest."""
+        """Charge the tenant's limits. Raises RateLimited and InvalidRequest."""
         request = self.request
         taken = await self._allowances.take(
             request.client, request.tenant, request.request_id, sum(map(len, request.prompts)),
@@ -204,7 +205,7 @@ class Answer:
             choice.end()
 
     def _tokens(self, choice: Choice) -> AsyncGenerator[Tokens, None]:
-        """Tokens of one choice. The first choice of a prompt has it prefilled for the others."""
+        """Yields the tokens of one choice. A prompt's first choice has it prefilled for the others."""
         shared, is_first = self._shared[choice.index // self.request.n], choice.index % self.request.n == 0
         if shared is None:
             return self._pipeline.tokens(choice)
@@ -223,7 +224,7 @@ class Answer:
         span.end()
 
     def _counted(self, end: Ending) -> Fields:
-        """Counts it, a moment after its end, and returns the fields of its record."""
+        """Count the request shortly after its end. Returns the fields of its record."""
         usage = self.usage
         self._count(end, usage)
         self._count_of_tenant(end, usage)
@@ -247,7 +248,7 @@ class Answer:
             metrics.path(choice.path, choice.fallback)
 
     def _outcome(self, status: int, kind: str) -> dict[str, Any]:
-        """Attributes of its span at its end; those of a phase that it did not reach are left out."""
+        """Returns the final attributes of the request's span, without those of phases that it did not reach."""
         told: dict[str, Any] = {
             "gen_ai.response.finish_reasons": [REASONS.get(c.text.finish_reason, "error") for c in self.choices],
             "http.response.status_code": status,
@@ -262,7 +263,7 @@ class Answer:
         return told
 
     def _count_of_tenant(self, end: Ending, usage: llm_pb2.Usage) -> None:
-        """And of its class, and for those who collect by OTLP."""
+        """Count the request for its tenant, its class and OTLP collectors."""
         request = self.request
         gaps = [choice.itl_s for choice in self.choices if choice.itl_s is not None]
         used = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) if usage.completion_tokens else ()
@@ -274,18 +275,19 @@ class Answer:
 
 
 def _header_value(value: str) -> str:
-    """On one line, in printable ASCII."""
+    """Returns a text as one line of printable ASCII."""
     if value.isascii() and value.isprintable():
         return value
     return " ".join(value.split()).encode("ascii", "replace").decode()
 
 
 async def merge(runs: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """Pieces of all runs as they come. One failure ends all, and is raised.
+    """Yields the pieces of all runs as they come. One failure ends all runs and is raised.
 
-    A reader that does not come back stops the runs: as many pieces as there are runs wait for it, and one in each run.
+    A reader that pauses stops the runs: one piece for each run waits in the queue, and one in each run.
     """
-    queue: asyncio.Queue[Delta | None] = asyncio.Queue()  # bounded by `room`; ends come without
+    # Bounded by `room`, which the None at a run's end does not need.
+    queue: asyncio.Queue[Delta | None] = asyncio.Queue()
     room = asyncio.Semaphore(len(runs))
 
     async def pump(run: AsyncGenerator[Delta, None]) -> None:

@@ -4,9 +4,9 @@
     reserve   D's stream open, blocks held; a ticket, or D prefills       Reservation
     prefill   P's reply carries the first token                           Prefill
     decode    the other tokens come by D's stream
-    end       P and D abort what they have not ended themselves; the reservation is released
+    end       P and D abort sequences that have not ended; the reservation is released
 
-Whatever ends it, `end` frees everything; what takes a while runs apart from the request, which no cancellation stops.
+`end` frees everything, however the attempt ended. Slow parts run in background tasks, which no cancellation stops.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from tandem.registry import Route, WorkerInfo
 from tandem.v1 import llm_pb2, worker_pb2
 
 log = structlog.get_logger(__name__)
-# After a last token from P, D is about to end the sequence by itself and keep its blocks as cache.
+# After a last token from P, D gets this long to end the sequence itself, which keeps its blocks as cache.
 LINGER_S = 1.0
 ABORT_TIMEOUT_S = 2.0
-# Of a target to the first token that has passed already.
+# Lower bound of what is left of a TTFT target; 0 would mean no target.
 LEAST_LEFT_S = 0.001
 WORKER_LOST = "worker_lost"
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterAccess:
-    """The cluster, as an attempt reaches it. `in_background` sees something to its end, apart from the request."""
+    """The cluster as an attempt uses it. `in_background` runs something to its end apart from the request."""
 
     router: Router
     pool: WorkerPool
@@ -57,7 +57,7 @@ class ClusterAccess:
 
 
 class Attempt:
-    """`tokens` once, then `end` once."""
+    """One try of a choice. Read `tokens` once, then call `end` once."""
 
     def __init__(self, cluster: ClusterAccess, choice: Choice) -> None:
         self._cluster, self._choice = cluster, choice
@@ -67,12 +67,14 @@ class Attempt:
         self._connections: list[WorkerConnection] = []
         self._mailbox: Mailbox | None = None
         self._reserving = False
-        self._aborts: dict[asyncio.Future[Any], str] = {}  # the workers' ids
+        self._aborts: dict[asyncio.Future[Any], str] = {}  # ids of the workers asked to abort
         self._timer: Entry | None = None
-        self.span: Span | None = None  # of the hop under way
+        self.span: Span | None = None  # span of the current hop
 
     def lost_incarnations(self, error: WorkerLost) -> set[str]:
-        """Those that the error is about: the worker it names, and a decode worker whose stream broke."""
+        """Returns the incarnations that the error is about: the worker it names, and a decode worker whose stream
+        broke.
+        """
         mailbox, route = self._mailbox, self._route
         if route is None:
             return set()
@@ -82,15 +84,16 @@ class Attempt:
         return lost | ({route.decode.info.incarnation} if broke else set())
 
     def crashed(self, error: WorkerLost) -> set[str]:
-        """Incarnations whose process may have ended with this attempt on it."""
+        """Returns the incarnations whose process may have died while it computed this attempt."""
         errors = [error, self._mailbox.error] if self._mailbox else []
         ended = {one.worker_id for one in errors if isinstance(one, WorkerLost) and one.ended}
         infos = [place.info for place in (self._route.decode, self._route.prefill) if place] if self._route else []
         return {info.incarnation for info in infos if info.worker_id in ended}
 
     async def tokens(self, exclude: Collection[str]) -> AsyncGenerator[Tokens, None]:
-        """New tokens, but those that the choice has taken as they were delivered; perhaps none where it has no room for
-        more. Ends once the choice's finish_reason is set.
+        """Yields new tokens that the choice has not taken on delivery; an empty piece where it has no room for more.
+
+        Ends once the choice's finish_reason is set.
 
         Raises:
             GatewayError
@@ -98,7 +101,7 @@ class Attempt:
         route, choice = await self._choose(exclude), self._choice
         decode = self._use(route.decode.info)
         hop = tracing.child(self._cluster.spans, "decode", self._parent, is_at_fault=lambda span: span is self.span)
-        with hop as span:  # from the reservation on, for the worker's own span is within it
+        with hop as span:  # from the reservation on: the worker's own span lies within
             try:
                 mailbox, ticket = await self._reserve(decode, route.prefill.info if route.prefill else None, span)
                 if route.prefill is not None:
@@ -109,13 +112,13 @@ class Attempt:
                     tokens = await mailbox.get(choice.take if begun and choice.write else None)
                     self._note_progress(route, mailbox, tokens)
                     yield tokens
-            finally:  # readers leave at the last token, and those that are lost had some
+            finally:  # readers stop at the last token, and lost attempts decoded some
                 self._note_decoded(span)
         if mailbox.finish_reason == llm_pb2.FINISH_REASON_ABORT:
             raise WorkerLost(route.decode.info.worker_id, "it aborted the sequence")
 
     def end(self) -> None:
-        """Free everything this attempt holds, here and on workers; in the background where a worker has to be heard."""
+        """Free everything that this attempt holds, here and on workers; in the background if workers must confirm."""
         if self._timer:
             self._timer.cancel()
         mailbox = self._mailbox
@@ -125,7 +128,7 @@ class Attempt:
             self._let_go()
 
     async def _hear_end(self, mailbox: Mailbox) -> None:
-        """Bounded."""
+        """Wait, within a bound, until the workers have ended the attempt."""
         if self._reserving and not await self._ends_by_itself(mailbox):
             self._abort(self._connections[0], mailbox)
         await self._aborted(mailbox)
@@ -162,7 +165,9 @@ class Attempt:
         return route
 
     async def _answering(self, request: RouteRequest, exclude: Collection[str]) -> Route:
-        """Among the workers that answer now, else among silent ones, too; a first attempt then waits for lost ones."""
+        """Returns a route among workers that answer now, else also silent ones; a first attempt may also wait for lost
+        ones.
+        """
         pool, exclude = self._cluster.pool, self._cluster.pool.foreign | set(exclude)
         lost, doubtful, back_soon = pool.lost(), pool.doubtful(), not self._choice.migrated
         silent = lost | pool.unmet()
@@ -175,7 +180,10 @@ class Attempt:
     async def _reserve(
         self, decode: WorkerConnection, prefill: WorkerInfo | None, decoding: Span
     ) -> tuple[Mailbox, worker_pb2.LandingTicket]:
-        """`decoding`: the span within which the worker works."""
+        """Returns the mailbox and ticket of a reservation on the decode worker.
+
+        `decoding`: the worker's parent span.
+        """
         with tracing.child(self._cluster.spans, "reserve", self._parent, SpanKind.CLIENT) as span:
             self.span = span
             span.set_attribute("tandem.worker", decode.info.worker_id)
@@ -206,7 +214,7 @@ class Attempt:
             except WorkerLost as error:
                 if not mailbox.ended:
                     raise
-                # The decode worker itself reported this end, so it is alive: the prefill worker is what was lost.
+                # The decode worker reported this end itself, so it is alive, and the prefill worker was lost.
                 raise WorkerLost(prefill.info.worker_id, error.message, ended=True) from None
             finally:
                 if not reply.done():
@@ -230,7 +238,7 @@ class Attempt:
         self._aborts[connection.stream.abort(mailbox.request_id)] = connection.info.worker_id
 
     async def _aborted(self, mailbox: Mailbox) -> None:
-        """Until each worker says that it holds nothing any more."""
+        """Wait until each worker confirms that it holds nothing."""
         if not self._aborts:
             return
         _, late = await asyncio.wait(self._aborts, timeout=ABORT_TIMEOUT_S)
@@ -256,14 +264,14 @@ class Attempt:
         return left
 
     def _left_to_first(self) -> float:
-        """Time that the first token's target leaves; 0 without one, or behind the first token."""
+        """Returns the seconds left of the TTFT target; 0 without a target, or after the first token."""
         if self._sequence.num_prior_tokens:
             return 0.0
         by = self._choice.first_by
         return 0.0 if by == inf else max(by - self._now(), LEAST_LEFT_S)
 
     def _asked(self, span: Span) -> worker_pb2.SequenceSpec:
-        """The sequence as a worker is asked for it now, under this span."""
+        """Returns the sequence to send to a worker now, with what is left of its deadline and this span's context."""
         sequence = self._sequence
         sequence.timeout_ms = max(1, int(self._left() * 1000))
         sequence.trace_context.clear()
@@ -314,10 +322,10 @@ class Attempt:
             choice.num_cached_tokens = mailbox.num_cached_tokens or 0
         choice.finish_reason = mailbox.finish_reason
         choice.written += new.ids
-        if mailbox.next_index - num_prior == len(new.ids) and not mailbox.finish_reason:  # whose end releases all
+        if mailbox.next_index - num_prior == len(new.ids) and not mailbox.finish_reason:  # its end releases all of it
             self._cluster.in_background(self._cluster.router.release_prefill(route))
 
 
 def _has_ended(mailbox: Mailbox) -> bool:
-    """True if its decode worker has said so, and holds nothing any more."""
+    """True if the decode worker reported the end, so that it holds nothing."""
     return bool(mailbox.finish_reason) and mailbox.ended

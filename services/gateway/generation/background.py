@@ -1,4 +1,4 @@
-"""Work that goes on after the request that it belongs to has ended: releasing what was held for it."""
+"""Tasks that outlive their request, such as releasing what it held."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = structlog.get_logger(__name__)
 
 
 class BackgroundTasks:
-    """Work that goes on to its end, whatever becomes of the request that started it. `drain` waits for all."""
+    """Tasks that run to their end although their request has ended. `drain` waits for all."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[Any]] = set()

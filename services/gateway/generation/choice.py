@@ -1,7 +1,7 @@
-"""One choice of an answer: all that is known of it, and the way that its tokens take.
+"""One choice of an answer: its state, and the way that its tokens take.
 
-its first, its last   Mailbox.get -> Attempt -> Pipeline -> Choice.read -> deltas, to their reader
-the others            Mailbox.put -> Choice.take -> Choice.write: an event, while nobody is woken
+first and last token    Mailbox.get -> Attempt -> Pipeline -> Choice.read -> deltas, to their reader
+other tokens            Mailbox.put -> Choice.take -> Choice.write: an event, without waking a task
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ REASONS = {
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """Made and owned by its answer. Its pipeline and its attempts, one after another, fill it in."""
+    """One choice. Its answer owns it; its pipeline and attempts fill it in, one after another."""
 
     request: Generation
     index: int
     text: ChoiceText
 
-    # from when it begins
-    sequence: worker_pb2.SequenceSpec = field(init=False)  # what workers get, and have answered so far
+    # set when it begins
+    # What workers are sent: the prompt, and the tokens written so far.
+    sequence: worker_pb2.SequenceSpec = field(init=False)
     work: Work = field(init=False)
     meter: Meter = field(init=False)
-    parent: Span = field(init=False)  # of its spans
-    first_by: float = field(init=False)  # when its first token should come, on the event loop's clock
+    parent: Span = field(init=False)  # parent of its spans
+    first_by: float = field(init=False)  # TTFT target, on the event loop's clock
 
-    # of its tokens
-    written: list[int] = field(default_factory=list)  # of all attempts
-    finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED  # as its worker gives it
-    write: Callable[[Delta], bool] | None = None  # writes an event at once; False: there is no room for another
+    # its tokens
+    written: list[int] = field(default_factory=list)  # by all attempts
+    finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED  # as its worker reports it
+    write: Callable[[Delta], bool] | None = None  # writes an event immediately; returns False if full
 
-    # of its way through the cluster
+    # its way through the cluster
     path: llm_pb2.Path = field(default_factory=llm_pb2.Path)
-    mailbox: Mailbox | None = None  # of the last attempt that had one
-    holder: str = ""  # the incarnation of a decode worker that has its prompt's KV
+    mailbox: Mailbox | None = None  # the last attempt's that had one
+    holder: str = ""  # incarnation of a decode worker that holds its prompt's KV
     decode_incarnation: str = ""
-    revision: str = ""  # of the weights that compute it
+    revision: str = ""  # revision of the weights that compute it
     num_cached_tokens: int = 0
     queued_s: float = 0.0
-    lost: str = ""  # why the last attempt came to nothing
+    lost: str = ""  # why the last attempt failed
     migrated: int = 0  # attempts before this one
-    fallback: str = ""  # why the path is not what it should be: a Fallback, or WORKER_LOST
+    fallback: str = ""  # why the path is not the intended one: a Fallback, or WORKER_LOST
 
     @property
     def name(self) -> str:
@@ -71,34 +72,36 @@ class Choice:
 
     @property
     def gaps(self) -> list[int]:
-        """How many of the times between its tokens lie in each bucket of the histogram of them."""
+        """Returns the histogram of the times between its tokens, a count for each bucket."""
         return self.meter.gaps if hasattr(self, "meter") else [0] * NUM_GAPS
 
     @property
     def itl_s(self) -> float | None:
-        """Mean time between its tokens, if it has two."""
+        """Returns the mean time between its tokens in seconds; None with fewer than two."""
         return self.meter.itl_s if hasattr(self, "meter") else None
 
     def read(self, new: Tokens) -> Delta:
-        """The text of new tokens, counted."""
+        """Returns the delta of new tokens, and counts them."""
         delta = self.text.feed(new, self.finish_reason)
         self.meter.count(len(delta.tokens.ids))
         return delta
 
     def take(self, new: Tokens) -> bool:
-        """Write tokens between the first and the last as they are delivered. False: there is no room for more."""
+        """Write tokens between the first and the last as they are delivered. Returns False if the writer is full."""
         assert self.write is not None
         self.written += new.ids
-        self.work.new_tokens += len(new.ids)  # as Admission.wrote, behind the first
+        self.work.new_tokens += len(new.ids)  # what Admission.wrote does after the first token
         return self.write(self.read(new))
 
     def succeed(self) -> None:
-        """It has ended well."""
+        """Count the choice as a success."""
         prompt = self.request.prompts[self.index // self.request.n]
         reason = REASONS.get(self.text.finish_reason, "abort")
         self.meter.success(reason, len(prompt), self.num_cached_tokens, self.queued_s)
 
     def end(self) -> None:
-        """Stop counting, and let go of the writer, which knows the answer: garbage that only a search would find."""
+        """Stop counting, and drop the writer: it refers to the answer, a cycle that only the garbage collector would
+        free.
+        """
         self.write = None
         self.meter.close()

@@ -1,6 +1,6 @@
 """Text of one choice.
 
-    tokens -> detokenizer -> stop strings -> thoughts and calls apart, where the request has a plan for them -> Delta
+    tokens -> detokenizer -> stop strings -> thoughts and calls split off, if the request has a plan for them -> Delta
 
 A stop token's own text is not shown. A stop string ends the choice at the token that completes it: later tokens of
 the same message do not count.
@@ -20,22 +20,22 @@ from tandem.v1 import llm_pb2
 
 @dataclass(slots=True)
 class Delta:
-    """New tokens of one choice, and all that they say."""
+    """New tokens of one choice with their text, thoughts and calls."""
 
     choice: int
     text: str
     tokens: Tokens
-    offsets: Sequence[int]  # where each token's text begins in the answer, in characters; with logprobs
+    offsets: Sequence[int]  # with logprobs: where each token's text begins in the answer, in characters
     finish_reason: llm_pb2.FinishReason
     reasoning: str = ""
-    calls: Sequence[Call] = ()  # that are complete now
-    call_parts: Sequence[CallPart] = ()  # at most one of each call
-    stop_reason: str | int | None = None  # the stop string, or token of the client's own, that ended it
-    ends_silently: bool = False  # the text of its last token is not shown
+    calls: Sequence[Call] = ()  # calls that are complete now
+    call_parts: Sequence[CallPart] = ()  # at most one part of each call
+    stop_reason: str | int | None = None  # the stop string, or the client's stop token, that ended it
+    ends_silently: bool = False  # its last token's text is not shown
 
     @property
     def is_plain(self) -> bool:
-        """True if it is text and nothing else."""
+        """True if the delta is text and nothing else."""
         return not (
             self.finish_reason or self.reasoning or self.call_parts
             or self.tokens.logprobs or self.tokens.prompt_logprobs
@@ -55,7 +55,7 @@ class ChoiceText:
         self, index: int, tokenizer: Tokenizer, sampling: SamplingParams, stop_ids: Collection[int],
         plan: ReadingPlan | None = None,
     ) -> None:  # fmt: skip
-        """`stop_ids`: with the model's own ends of text."""
+        """`stop_ids`: the request's stop tokens and the model's end-of-text tokens."""
         self.index = index
         self.num_tokens = self.num_reasoning_tokens = 0
         self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
@@ -63,14 +63,14 @@ class ChoiceText:
         self._reader = plan.reader() if plan else None
         self._called = False
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
-        self._plain = not sampling.stop and plan is None  # all text is shown, as it comes
+        self._plain = not sampling.stop and plan is None  # all text is shown immediately
         self._show_stop = sampling.include_stop_str_in_output
         self._stop_ids, self._own_stop_ids = frozenset(stop_ids), sampling.stop_token_ids
         self._length = 0
-        self._unseen = sampling.max_tokens == 0  # workers write a token all the same
+        self._unseen = sampling.max_tokens == 0  # workers write one token anyway
 
     def feed(self, tokens: Tokens, finish_reason: llm_pb2.FinishReason) -> Delta:
-        """Take tokens as they came, and the finish reason that came with them."""
+        """Returns the delta of tokens and of the finish reason that came with them."""
         if self._unseen:
             self.finish_reason = llm_pb2.FINISH_REASON_LENGTH
             return Delta(self.index, "", Tokens([], [], tokens.prompt_logprobs), [], self.finish_reason)
@@ -98,7 +98,7 @@ class ChoiceText:
         return delta
 
     def _stop_reason(self, tokens: Tokens, last: int) -> str | int | None:
-        """`last`: where the token is that ended it; below 0 where none did."""
+        """Returns the stop string or token that ended the choice. `last`: index of the token that did, or -1."""
         if self._stops.matched is not None or last < 0:
             return self._stops.matched
         return tokens.ids[last] if tokens.ids[last] in self._own_stop_ids else None
@@ -106,7 +106,7 @@ class ChoiceText:
     def _read(
         self, shown: Sequence[str], tokens: Tokens, offsets: list[int], finish_reason: llm_pb2.FinishReason
     ) -> Delta:
-        """`shown`: the text of each token, and perhaps what was held back."""
+        """Returns the delta of shown text. `shown`: the tokens' texts, and perhaps text that was held back."""
         if (reader := self._reader) is None:
             return Delta(self.index, "".join(shown), tokens, offsets, finish_reason)
         found = Reading()
@@ -127,7 +127,7 @@ class ChoiceText:
         return self._stops.feed(text)
 
     def _rest(self) -> str:
-        """Text that was held back, at the end; nothing behind a stop string."""
+        """Returns the text held back until the end; "" after a stop string."""
         if self._stops.matched is not None:
             return ""
         return self._show(self._detokenizer.flush()) + ("" if self._stops.matched else self._stops.flush())

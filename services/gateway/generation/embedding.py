@@ -1,10 +1,10 @@
 """One try of one embedding on one prefill worker; nothing is decoded, and no KV moves.
 
-    choose    the prefill worker that answers and has least to do for this gateway, and by the registry
+    choose    the prefill worker that answers and has the least load, by this gateway and by the registry
     embed     its reply carries the vector
     end       it aborts what it has not ended
 
-A worker that is lost is left out of the next attempt, as with answers.
+A lost worker is excluded from the next attempt, as with answers.
 """
 
 from __future__ import annotations

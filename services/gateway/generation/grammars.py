@@ -1,7 +1,7 @@
 """Structures to grammars that workers can compile: made and checked in the helper process, once each.
 
-A grammar that crashes the helper, or needs more than it may use, is the client's mistake like any other: no worker
-sees it. What was found is kept by hash, refusals too.
+A grammar that crashes the helper, or exceeds its bounds, is refused as the client's mistake, and no worker sees it.
+Verdicts, refusals included, are cached by hash.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from services.gateway.generation.structured import Structure
 from tandem.containment import Bounds, CallDied, CallExhausted, Sandbox, SandboxBusy
 from tandem.grammar import STACK_BYTES, InvalidGrammar, grammar_of
 
-MAX_LENGTH = 256 * 1024  # of a schema or grammar, in characters
+MAX_LENGTH = 256 * 1024  # characters of a schema or grammar
 MAX_KEPT = 16 * 2**20  # characters of grammars
 BOUNDS = Bounds(cpu_s=2.0, stack_bytes=STACK_BYTES)
-# Signals that say something of the grammar; others are the machine's, or its owner's.
+# Signals that the grammar may have caused. Others come from the machine or its operator.
 GUILTY = {"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE"}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The grammar, or what is wrong and where."""
+    """The grammar, or what is wrong with the structure and where."""
 
     grammar: str
     problem: str = ""
@@ -39,7 +39,7 @@ class Verdict:
 
 
 class CheckedGrammars:
-    """`sandbox` None: they are made on the loop, as in a simulation."""
+    """Makes grammars in a sandbox; with None, as in a simulation, on the event loop."""
 
     def __init__(self, sandbox: Sandbox | None) -> None:
         self._sandbox = sandbox
@@ -48,11 +48,13 @@ class CheckedGrammars:
         self._asked: dict[bytes, asyncio.Event] = {}
 
     async def grammar_for(self, structure: Structure | None, caller: str) -> str:
-        """Checked; "" where nothing was asked for. `caller`: whose turn it is in the helper process.
+        """Returns the checked grammar; "" for no structure.
+
+        `caller`: the tenant, who takes turns in the helper process.
 
         Raises:
             InvalidRequest: naming the place.
-            Unavailable: the helper process is too busy, or was lost.
+            Unavailable: the helper process is too busy, or died.
         """
         if structure is None:
             return ""
@@ -66,7 +68,7 @@ class CheckedGrammars:
         return verdict.grammar
 
     async def _verdict(self, structure: Structure, caller: str) -> Verdict:
-        """The same question is asked once, however many wait for the answer."""
+        """Returns the verdict on a structure; concurrent requests for the same one share one call."""
         key = blake2b(pickle.dumps((structure.kind, structure.value, structure.behind)), digest_size=16).digest()
         while key not in self._kept:
             if (asked := self._asked.get(key)) is not None:
@@ -106,7 +108,10 @@ class CheckedGrammars:
 
 
 def _is_longer(value: Any, most: int) -> bool:
-    """True where its JSON is certainly longer, found without making that: megabytes delay no other request."""
+    """True if the value's JSON would certainly be longer.
+
+    Nothing is serialized, so that megabytes delay no other request.
+    """
     length, waiting = 0, [value]
     while waiting and length <= most:
         part = waiting.pop()

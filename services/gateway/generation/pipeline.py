@@ -1,11 +1,11 @@
 """The life of one choice: its turn, then attempts until one answers.
 
-    queue     until it is let in: order and fairness are decided here
-    attempt 1 ── tokens … ── worker lost ──> attempt 2 goes on behind them, elsewhere ── tokens … ── the end
+    queue     until it is admitted: order and fairness are decided here
+    attempt 1 ── tokens … ── worker lost ──> attempt 2 resumes after them on other workers ── tokens … ── the end
                                  ├── no attempt left ──> the first loss is the error        (migration.py)
-                                 └── two that crashed name it ──> poison                    (suspicion.py)
+                                 └── two crashes name it ──> poison                         (suspicion.py)
 
-Each attempt has a request id of its own, so that late messages of a failed one mean nothing to the next.
+Each attempt has its own request id, so that late messages of a failed one cannot reach the next.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tandem.v1 import worker_pb2
 
 
 class Pipeline:
-    """Runs choices. One for all answers."""
+    """Runs the choices of all answers of a model."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Pipeline:
         self._limits = limits
 
     def check_turn(self, priority: int, tenant: str, deadline: float, max_tokens: int | None, targets: Targets) -> None:
-        """Before a prompt is tokenized: would its answer of so many tokens, however short the prompt, come too late?
+        """Refuse, before tokenizing its prompt, a request whose answer would come too late even after a short prompt.
 
         Raises:
             Overloaded
@@ -65,7 +65,7 @@ class Pipeline:
             raise
 
     async def begin(self, choice: Choice, max_model_len: int, seed: int, parent: Span) -> None:
-        """In its turn: packing long prompts takes a while."""
+        """Begin a choice, in its turn, as packing long prompts takes long."""
         request, loop = choice.request, asyncio.get_running_loop()
         await self.cluster.turns.begin(request.num_packed(choice.index))
         choice.sequence = sequence = request.sequence(choice.index, max_model_len, seed)
@@ -81,12 +81,11 @@ class Pipeline:
         )  # fmt: skip
 
     async def tokens(self, choice: Choice, prompt: SharedPrompt | None = None) -> AsyncGenerator[Tokens, None]:
-        """New tokens as they come, once it is its turn, but those that the choice takes itself. Closing the generator
-        frees everything at once.
+        """Yields new tokens that the choice does not take itself. Closing the generator frees everything immediately.
 
         Args:
-            choice: one that was begun.
-            prompt: prefilled for another choice.
+            choice: begun already.
+            prompt: shared with another choice, which has it prefilled.
 
         Raises:
             GatewayError
@@ -122,7 +121,10 @@ class Pipeline:
             self._admission.leave(choice.work)
 
     async def _next_attempt(self, choice: Choice, suspicion: Suspicion, crashed: set[str], number: int) -> Attempt:
-        """It goes on behind what is written. `crashed`: workers that the last one may have died with; emptied."""
+        """Returns the next attempt, which continues after the written tokens.
+
+        `crashed`: workers that may have died of the last attempt; emptied.
+        """
         sequence = choice.sequence
         if crashed:
             try:

@@ -1,4 +1,4 @@
-"""The fields of an answer's record: what it was, which way it took, and how quick it was."""
+"""The fields of an answer's record: the request, its path, and its speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def fields_of(answer: Answer, end: Ending, usage: llm_pb2.Usage) -> Fields:
-    """Returns those of an answer's record."""
+    """Returns the fields of an answer's record."""
     request, path = answer.request, answer.path
     gaps, mailboxes = _gaps(answer), [choice.mailbox for choice in answer.choices if choice.mailbox]
     writing_s = 0.0 if end.first_s is None else end.whole_s - end.first_s
@@ -52,21 +52,21 @@ def fields_of(answer: Answer, end: Ending, usage: llm_pb2.Usage) -> Fields:
 
 
 def is_slow(answer: Answer, first_s: float | None) -> bool:
-    """True where it missed a target: its first token came later, or one of a hundred gaps is longer."""
+    """True if the answer missed a target, by its TTFT or by the 99th percentile of its ITL."""
     targets, gap_s = answer.request.targets, _quantile(_gaps(answer), 0.99)
     is_late = first_s is not None and targets.ttft_s is not None and first_s > targets.ttft_s
     return is_late or (gap_s is not None and targets.itl_s is not None and gap_s > targets.itl_s)
 
 
 def _gaps(answer: Answer) -> list[int]:
-    """How many of the times between tokens lie in each bucket of the histogram of them."""
+    """Returns the histogram of the times between tokens, summed over choices."""
     if len(answer.choices) == 1:
         return answer.choices[0].gaps
     return [sum(counts) for counts in zip(*(choice.gaps for choice in answer.choices), strict=True)]
 
 
 def _cost(request: Generation, usage: llm_pb2.Usage) -> float:
-    """The sum by its tier's prices; who got no token pays nothing."""
+    """Returns the cost by the tier's prices; 0 if no token was written."""
     used = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
     return request.client.tier.cost(*used) if usage.completion_tokens else 0.0
 
@@ -85,7 +85,7 @@ def _asked(request: Generation) -> dict[str, str]:
 
 
 def _quantile(gaps: list[int], share: float) -> float | None:
-    """The bound of vLLM's histogram that so many of the gaps do not pass; none of those beyond its last."""
+    """Returns the bucket bound, in seconds, that this share of gaps does not exceed; None beyond the last bucket."""
     if not (total := sum(gaps)):
         return None
     at = bisect_left(list(accumulate(gaps)), share * total)

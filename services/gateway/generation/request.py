@@ -1,7 +1,7 @@
-"""One request, whichever door it came through.
+"""One checked request, from HTTP or gRPC.
 
-OpenAI body | GenerateRequest     ->  what the client gave
-what it gave + model's defaults   ->  SamplingParams, checked (tandem/sampling.py)
+OpenAI body | GenerateRequest     ->  parameters that the client gave
+these + the model's defaults      ->  SamplingParams, checked (tandem/sampling.py)
 prompts x n                       ->  one SequenceSpec per choice, sent to workers
 """
 
@@ -26,9 +26,9 @@ from tandem.v1 import worker_pb2
 MAX_SALT_LENGTH = 256
 
 
-@dataclass(slots=True, eq=False)  # not frozen, which is slow to make
+@dataclass(slots=True, eq=False)  # not frozen: frozen ones are slow to make
 class Generation:
-    """A checked request. Every prompt gets `n` answers; choice i is of prompt i // n."""
+    """A checked request. Every prompt gets `n` choices; choice i belongs to prompt i // n."""
 
     operation: str  # "chat" or "text_completion", as GenAI telemetry names it
     request_id: str
@@ -46,10 +46,11 @@ class Generation:
     cache_salt: str = ""
     speculative: Speculative | None = None
     streamed: bool = False
-    reading: ReadingPlan | None = None  # of answers that are more than text
-    dimensions: int | None = None  # of embeddings, which are wanted instead of answers; 0: all
+    reading: ReadingPlan | None = None  # for answers that are more than text
+    dimensions: int | None = None  # of embeddings, which are asked for instead of text; 0: all
     parent: Context | None = None
-    elsewhere: Callable[[], bool] = lambda: False  # another model would answer, and this one has no workers
+    # True if another model of the alias would answer and this one has no workers.
+    elsewhere: Callable[[], bool] = lambda: False
 
     @property
     def num_choices(self) -> int:
@@ -57,7 +58,7 @@ class Generation:
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """A grammar ends an answer by the end-of-text token."""
+        """Returns the request's stop tokens, with end-of-text tokens if a grammar ends the answer by them."""
         ends = () if self.sampling.ignore_eos and not self.sampling.grammar else self.model.eos_token_ids
         return self.sampling.stop_token_ids.union(ends)
 
@@ -66,13 +67,13 @@ class Generation:
         return min(max(1, self.sampling.max_tokens), self.client.tier.max_new_tokens or room, room)
 
     def num_packed(self, choice: int) -> int:
-        """How many numbers its sequence has, nearly."""
+        """Returns about how many numbers the choice's sequence has, as packing takes time for each."""
         said = self.sampling
         others = len(said.stop_token_ids) + len(said.allowed_token_ids) + len(said.logit_bias)
         return len(self.prompts[choice // self.n]) + others
 
     def sequence(self, choice: int, max_model_len: int, seed: int) -> worker_pb2.SequenceSpec:
-        """The sequence that workers get for one choice; its request_id is set for each attempt."""
+        """Returns the sequence that workers get for one choice; each attempt sets its request_id."""
         prompt, sampling = self.prompts[choice // self.n], self.sampling
         spec = worker_pb2.SequenceSpec(
             token_ids=prompt, priority=self.priority, cache_salt=self.cache_salt, tenant=self.tenant
@@ -97,7 +98,10 @@ class Generation:
         return spec
 
     def _thinking(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The marks that a budget of thoughts needs: no first one where the prompt ends within thoughts."""
+        """Returns the token ids that begin and end thoughts, for a thinking budget.
+
+        The first is () if the prompt began them.
+        """
         tokenizer, tags = self.model.tokenizer, self.model.thoughts
         if tags is None or self.sampling.thinking_token_budget is None:
             return (), ()
@@ -114,12 +118,12 @@ async def read_sampling(
 ) -> SamplingParams:
     """
     Args:
-        given: what the client said, by SamplingParams' names.
-        vocab_size: all ids of tokens are below it.
-        names: the client's own names of fields, where they differ.
+        given: the client's parameters, by SamplingParams' names.
+        vocab_size: bound of token ids.
+        names: the API's names of parameters, where they differ.
 
     Raises:
-        InvalidRequest: naming the first field that is wrong.
+        InvalidRequest: naming the first wrong field.
     """
     try:
         sampling = SamplingParams.of({**model.defaults, **given})
@@ -171,7 +175,7 @@ def read_speculative(method: str, num_tokens: int | None) -> Speculative:
 def check_salt(salt: str) -> str:
     """
     Raises:
-        InvalidRequest: it is too long: block hashes remember salts.
+        InvalidRequest: the salt is too long.
     """
     if len(salt) > MAX_SALT_LENGTH:
         raise InvalidRequest(

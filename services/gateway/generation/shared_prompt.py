@@ -1,4 +1,4 @@
-"""A prompt that several choices continue: it is prefilled for the first of them, and the others share its KV blocks.
+"""A prompt of several choices: it is prefilled for the first one, and the others share its KV blocks.
 
     choice 0    route, reserve, prefill, decode ── its KV is in place on a decode worker ──────> …
     choice 1…   wait ───────────────────────────────────────────────────────┴──> to that worker ─> …
@@ -18,12 +18,12 @@ from services.gateway.generation.choice import Choice
 from services.gateway.workers import Tokens
 from tandem.v1 import llm_pb2
 
-# A shorter prompt is prefilled as soon as it could be shared.
+# A shorter prompt is prefilled as quickly as it could be shared.
 MIN_SHARED_TOKENS = 64
 
 
 class SharedPrompt:
-    """Tells the other choices where the first one's KV is."""
+    """The place of the first choice's KV, for the other choices."""
 
     def __init__(self) -> None:
         self._logprobs: Sequence[llm_pb2.TokenLogprobs] = ()
@@ -31,7 +31,7 @@ class SharedPrompt:
         self._known = asyncio.Event()
 
     async def holder(self, deadline: float) -> str:
-        """The incarnation of the decode worker that holds the prompt's KV; empty where none is known to.
+        """Returns the incarnation of the decode worker that holds the prompt's KV; "" if none is known.
 
         Raises:
             TimedOut
@@ -44,8 +44,10 @@ class SharedPrompt:
         return self._holder
 
     async def of_first(self, tokens: AsyncGenerator[Tokens, None], choice: Choice) -> AsyncGenerator[Tokens, None]:
-        """The first choice's tokens. The first of them may come from the prefill worker; with the second one all KV has
-        arrived."""
+        """Yields the first choice's tokens.
+
+        The first may come from the prefill worker; at the second all KV has arrived.
+        """
         num_tokens = 0
         try:
             async with aclosing(tokens):
@@ -59,7 +61,7 @@ class SharedPrompt:
             self._report(choice)
 
     async def of_other(self, tokens: AsyncGenerator[Tokens, None]) -> AsyncGenerator[Tokens, None]:
-        """Another choice's tokens."""
+        """Yields another choice's tokens."""
         begun = False
         async with aclosing(tokens):
             async for new in tokens:

@@ -1,4 +1,4 @@
-"""The form of an answer, as clients say it. Read here, and checked where a crash costs nothing (grammars.py).
+"""The form of an answer as clients ask for it: read here, checked in the helper process (grammars.py).
 
 response_format       {"type": "json_object"} | {"type": "json_schema", "json_schema": {"schema": ...}}
 structured_outputs    {"json" | "regex" | "choice" | "grammar" | "json_object" | "structural_tag": ...}
@@ -21,17 +21,17 @@ from tandem.grammar import KINDS, Behind
 class Structure:
     kind: str
     value: Any
-    param: str  # the client's name of the field
-    behind: Behind = None  # what ends the thoughts before it
+    param: str  # the field, by the client's name
+    behind: Behind = None  # the mark that ends thoughts before it
 
 
 def held_to(
     use: ToolUse | None, said: Structure | None, reading: ReadingPlan | None, tokenizer: Tokenizer
 ) -> Structure | None:
-    """The structure of an answer behind its thoughts: calls that must be made, else what the client said."""
+    """Returns the structure of an answer after its thoughts: required calls, else what the client asked for."""
     if reading and reading.calls and reading.calls.messages:
         marks = reading.calls.messages
-        if marks["message"] in reading.written:  # the prompt ends within an answer
+        if marks["message"] in reading.written:  # the prompt ends within an answer already
             return said
         return _in_messages(use, said, {name: tokenizer.mark(mark) for name, mark in marks.items()})
     structure = (_of_calls(use) if use else None) or said
@@ -43,14 +43,14 @@ def held_to(
 
 
 def _in_messages(use: ToolUse | None, said: Structure | None, marks: Mapping[str, str | int]) -> Structure | None:
-    """In a format with messages calls are held to it: one an answer, for the end of a call ends the answer."""
+    """Returns the structure in formats with messages, whose answers end with their first call."""
     if use and (use.required or use.named is not None):
         return _called("channel_call", use, use.schemas, marks=marks)
     return replace(said, behind=marks) if said else None
 
 
 def _of_strict(use: ToolUse, calls: type[CallFormat]) -> Structure | None:
-    """Free text, and calls whose arguments follow their schemas; None where the format has no place to say so."""
+    """Returns free text with calls whose arguments follow their schemas; None if the format cannot express that."""
     if calls.strict_tag is None:
         return None
     held = {name: schema if name in use.strict else {"type": "object"} for name, schema in use.schemas.items()}
@@ -77,7 +77,7 @@ def _called(kind: str, use: ToolUse, schemas: Schemas, **more: Any) -> Structure
 
 
 def read_structure(said: Mapping[str, Any], param: str) -> Structure:
-    """The one kind that an object of `structured_outputs` names.
+    """Returns the one structure that an object of `structured_outputs` names.
 
     Raises:
         InvalidRequest
@@ -94,7 +94,7 @@ def read_response_format(
     """Returns the form that OpenAI's field of this name asks for; None where any text will do.
 
     Args:
-        inner: the place of a schema within the field: in an object of its own, or "" beside `type`.
+        inner: where a schema lies within the field: in an object of its own, or, "", beside `type`.
 
     Raises:
         InvalidRequest

@@ -27,7 +27,7 @@ from tandem.v1 import llm_pb2
 
 PROVIDER, W3C = "tandem", "traceparent"
 UNRECORDED = nullcontext(INVALID_SPAN)
-# Those of the GenAI semantic conventions.
+# Attributes of the GenAI semantic conventions.
 SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty"}
 
 
@@ -36,22 +36,22 @@ def tracer() -> Tracer:
 
 
 def incoming(headers: Mapping[str, str]) -> Context:
-    """The caller's trace context."""
+    """Returns the caller's trace context."""
     return Context() if _carriers(propagate.get_global_textmap()).isdisjoint(headers) else propagate.extract(headers)
 
 
 @cache
 def _carriers(propagator: TextMapPropagator) -> frozenset[str]:
-    """The headers that may bring one."""
+    """Returns the headers that may carry a trace context."""
     return frozenset(propagator.fields)
 
 
 def outgoing(span: Span) -> dict[str, str]:
-    """The trace context of what a worker does under this span; none where nothing is traced."""
+    """Returns the headers that carry this span's context to a worker; empty if nothing is traced."""
     found = span.get_span_context()
     if not found.is_valid:
         return {}
-    if not found.trace_flags.sampled and W3C in _carriers(propagate.get_global_textmap()):  # as nearly always
+    if not found.trace_flags.sampled and W3C in _carriers(propagate.get_global_textmap()):  # the usual case
         return {W3C: f"00-{found.trace_id:032x}-{found.span_id:016x}-00"}
     carrier: dict[str, str] = {}
     propagate.inject(carrier, context=under(span))
@@ -59,7 +59,7 @@ def outgoing(span: Span) -> dict[str, str]:
 
 
 def kept_trace(span: Span) -> str:
-    """The id of the trace that this is part of, where it is one that is kept."""
+    """Returns the span's trace id if the trace is kept, else ""."""
     found = span.get_span_context()
     return f"{found.trace_id:032x}" if found.is_valid and found.trace_flags.sampled else ""
 
@@ -70,7 +70,7 @@ def start_root(spans: Tracer, request: Generation) -> Span:
     if not span.is_recording():
         return span
     given = {name: value for name, value in request.given.items() if name in SAMPLING}
-    if (seed := given.get("seed", 0)) >= 2**63:  # attributes are signed, with 64 bits; this is the same seed
+    if (seed := given.get("seed", 0)) >= 2**63:  # attributes are signed 64-bit; this is the same seed
         given["seed"] = seed - 2**64
     span.set_attributes({f"gen_ai.request.{name}": value for name, value in given.items()})
     span.set_attributes(
@@ -92,7 +92,7 @@ def start_root(spans: Tracer, request: Generation) -> Span:
 
 
 def refused(spans: Tracer, headers: Mapping[str, str], request_id: str, error: GatewayError, after_s: float) -> None:
-    """A whole trace's root, for a request that failed so long after it came, before anything was generated."""
+    """Record a root span for a request that was refused `after_s` after its arrival."""
     span = spans.start_span("refused", context=incoming(headers), kind=SpanKind.SERVER)
     if span.is_recording():
         span.set_attributes(
@@ -109,7 +109,7 @@ def refused(spans: Tracer, headers: Mapping[str, str], request_id: str, error: G
 
 
 def note_first(span: Span, after_s: float) -> None:
-    """The first token of a request has come, so long after the request."""
+    """Note a request's first token, `after_s` after its arrival."""
     span.add_event("first_token")
     span.set_attribute("gen_ai.latency.time_to_first_token", after_s)
 
@@ -140,7 +140,7 @@ def truncate(span: Span) -> None:
 
 
 def hint(span: Span, status: int, is_slow: bool) -> None:
-    """Tell a collector that samples whole traces which ones are worth keeping."""
+    """Mark a trace that tail sampling should keep."""
     if status >= 500 or is_slow:
         span.set_attribute(HINT, "failed" if status >= 500 else "slow")
 
@@ -149,10 +149,10 @@ def child(
     spans: Tracer, name: str, parent: Span, kind: SpanKind = SpanKind.INTERNAL,
     is_at_fault: Callable[[Span], bool] = lambda span: True,
 ) -> AbstractContextManager[Span]:  # fmt: skip
-    """Returns a span for the length of a block; failed if the block is. The parent itself where that is not recorded.
+    """Returns a span for a block, failed if the block fails; the parent itself if that is not recorded.
 
     Args:
-        is_at_fault: says of this span if a failure of the block is its own, and not that of a span within.
+        is_at_fault: True if a failure of the block is this span's own, not that of a span within.
     """
     if parent is INVALID_SPAN:
         return UNRECORDED
@@ -171,7 +171,8 @@ class _Child:
         return self._span
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None and not isinstance(error, GeneratorExit):  # whose reader had enough, at a stop string say
+        # The reader may stop early, for example at a stop string.
+        if error is not None and not isinstance(error, GeneratorExit):
             truncate(self._span)
             if isinstance(error, Exception) and self._is_at_fault(self._span):
                 fail(self._span, error, error.type if isinstance(error, GatewayError) else type(error).__name__)
@@ -191,5 +192,5 @@ def migration(spans: Tracer, parent: Span, lost: Span | None, error: WorkerLost,
 
 
 def under(span: Span) -> Context:
-    """A context whose spans are children of this one."""
+    """Returns a context whose spans are children of this one."""
     return trace.set_span_in_context(span, Context())

@@ -1,4 +1,4 @@
-"""The gRPC door: LLMService, its messages, and which of them are large. The gateway's server may enter."""
+"""The gRPC door: LLMService, its messages, and their readers. The gateway's server may enter."""
 
 from services.gateway.grpc.service import LLMService
 

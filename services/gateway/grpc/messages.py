@@ -1,4 +1,4 @@
-"""LLMService's messages, to and from what the gateway works with."""
+"""Conversions between LLMService's messages and the gateway's own objects."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def messages_of(said: llm_pb2.ChatMessages) -> list[Mapping[str, Any]]:
 
 
 def choice_of(answer: Answer, delta: Delta) -> llm_pb2.Choice:
-    """The message about one choice's new part."""
+    """Returns a message for one choice's delta."""
     return llm_pb2.Choice(
         index=delta.choice,
         text=delta.text,

@@ -1,4 +1,4 @@
-"""How gRPC requests are read. One that is large stays bytes, and is parsed in a helper process."""
+"""Readers of gRPC requests. A large request stays bytes until a helper process parses it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tandem.grammar import MAX_CHOICES
 from tandem.sampling import INTERNAL, InvalidParameter, SamplingParams, given_in
 from tandem.v1 import llm_pb2
 
-# Messages, calls and tools: each takes a while to check and render.
+# The most messages, calls and tools to read on the event loop, as each takes time to check and render.
 MANY_PARTS = 1000
 M = TypeVar("M")
 
 
 def unless_large(parse: Callable[[bytes], M], is_large: Callable[[M], bool]) -> Callable[[bytes], M | bytes]:
-    """Parses a message; one that is large stays bytes."""
+    """Returns a parser that leaves large messages as bytes."""
 
     def parsed(data: bytes) -> M | bytes:
         if len(data) > LARGE:
@@ -75,7 +75,7 @@ class GenerateReader(BodyReader[llm_pb2.GenerateRequest]):
         return body.WhichOneof("input") or "prompt"
 
     def dump(self, body: llm_pb2.GenerateRequest) -> bytes:
-        """The request still says which of the three fields had the prompt."""
+        """Returns the request without its prompt, with the field that had it still set."""
         match body.WhichOneof("input"):
             case "prompt":
                 body.prompt = ""
@@ -105,7 +105,7 @@ class GenerateReader(BodyReader[llm_pb2.GenerateRequest]):
         return self.reduced(request, bounds, template)
 
     def model_asked(self, data: bytes) -> ModelAsked:
-        """Return the model that the request names, nothing where it cannot be read."""
+        """Returns the model that the request names; none if it cannot be parsed."""
         try:
             request = self._parsed(data)
         except DecodeError:

@@ -1,6 +1,6 @@
-"""LLMService: the gRPC door. Errors are statuses whose message names the field; cancelling a call frees everything.
+"""LLMService: the gRPC door. Errors are statuses that name the field; cancelling a call frees everything.
 
-Trailers say which path the request took, as the headers of HTTP do; so does the last message, as `path`.
+Trailers report the request's path, as headers of HTTP do; so does `path` of the last message.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         answer = await self._answer(request, context, head)
         call = asyncio.current_task()
         assert call is not None
-        # While a message cannot be written, nothing here runs that would see the deadline pass.
+        # While a write blocks, only this timer notices that the deadline passed.
         stalled = self._shared.deadlines.add(answer.request.deadline + STALLED_S, call.cancel)
         try:
             async with aclosing(answer.deltas()) as deltas, _with_trailers(answer, context):
@@ -135,7 +135,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
     async def _answer(
         self, request: llm_pb2.GenerateRequest | bytes, context: Context, head: _Head, within: bool = False
     ) -> Answer:
-        """`within`: bytes are of a message that has the request in it."""
+        """Returns the answer to a request. `within`: the bytes are of a message that contains the request."""
         arrived = asyncio.get_running_loop().time()
         try:
             await self._shared.intake.begin()
@@ -176,7 +176,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
         """
         metadata = _metadata(context)
         client = self._shared.access.authenticate(metadata)
-        tenant = self._shared.access.tenant(client, metadata, "", "tenant")  # the message may name another
+        tenant = self._shared.access.tenant(client, metadata, "", "tenant")  # the message may name another tenant
         deadline = self._shared.deadline(_left(context), "grpc-timeout")
         try:
             with self._shared.deadlines.until(deadline):
@@ -194,7 +194,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
     async def _read(
         self, llm: LLM, incoming: Incoming[llm_pb2.GenerateRequest], context: Context, arrived: float
     ) -> Generation:
-        """Return the request in the gateway's own terms. Raises GatewayError."""
+        """Returns the request in the gateway's own terms. Raises GatewayError."""
         request, metadata = incoming.body, _metadata(context)
         client = self._shared.access.authenticate(metadata)
         if not request.model:
@@ -232,7 +232,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
 async def _prepared(
     llm: LLM, incoming: Incoming[llm_pb2.GenerateRequest], use: ToolUse | None, given: dict[str, Any], tenant: str
 ) -> PreparedChat:
-    """Prepare the chat of a request, or its prompt. Raises GatewayError."""
+    """Returns a request's chat, or its prompt, prepared. Raises GatewayError."""
     request, structure = incoming.body, structure_of(incoming.body.structured_outputs)
     keep_last = request.truncate_prompt_tokens or None
     if request.WhichOneof("input") != "messages":
@@ -262,7 +262,10 @@ def _priority_of(request: llm_pb2.GenerateRequest) -> int:
 
 
 def _add(service: LLMService, server: Any) -> None:
-    """As the generated function does, but that large requests stay bytes: to parse them would hold up the loop."""
+    """Register the service as the generated code does, except that large requests stay bytes.
+
+    Parsing those here would block the event loop.
+    """
     one, whole = llm_pb2.GenerateRequest, llm_pb2.GenerateUnaryRequest
     handlers = {
         "Generate": grpc.unary_stream_rpc_method_handler(
@@ -284,20 +287,20 @@ def _add(service: LLMService, server: Any) -> None:
 
 
 class _Handlers:
-    """Takes those of a service in the place of a server."""
+    """Collects a service's handlers in the place of a server."""
 
     def __init__(self) -> None:
         self.found: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
-        pass  # the registered ones say the same
+        pass  # the registered handlers are the same
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         self.found |= handlers
 
 
 def _refused(error: GatewayError, context: Context, headers: Mapping[str, str]) -> rpc.Refused:
-    """The error as a status, with what a program wants to know of it in the trailers."""
+    """Returns the error as a status, with trailers for programs."""
     details = status_pb2.Status(code=error.grpc.value[0], message=error.message)
     details.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.code or error.type, domain="tandem"))
     if error.param is not None and isinstance(error, InvalidRequest):
@@ -310,7 +313,7 @@ def _refused(error: GatewayError, context: Context, headers: Mapping[str, str]) 
 
 @asynccontextmanager
 async def _with_trailers(answer: Answer, context: Context) -> AsyncIterator[None]:
-    """The path that the answer took goes into the trailers, however it ends."""
+    """Put the answer's path into the trailers, however the block ends."""
     try:
         yield
     except GatewayError as error:
@@ -322,18 +325,18 @@ async def _with_trailers(answer: Answer, context: Context) -> AsyncIterator[None
 
 
 class _Head:
-    """The initial metadata of a call that waits, for its model to start or for its first token."""
+    """The initial metadata of a call that waits for its model or its first token."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._said = context, False
 
     async def tell(self, streamed: bool, status: ModelStatus) -> None:
-        """Reports that the call's model starts."""
+        """Report that the call's model is starting."""
         await self._send(("x-tandem-model-state", str(status.state)), ("x-tandem-starts-in-s", f"{status.left_s:.1f}"))
 
     @asynccontextmanager
     async def sent_within(self, seconds: float) -> AsyncIterator[None]:
-        """Sends it while the block runs, if that takes longer. By itself it would go out with the first message."""
+        """Send the metadata if the block takes longer than `seconds`. Otherwise it leaves with the first message."""
         sending: list[asyncio.Task[None]] = []
         timer = asyncio.get_running_loop().call_later(
             seconds, lambda: sending.append(asyncio.create_task(self._send()))
@@ -352,7 +355,7 @@ class _Head:
 
 
 def _left(context: Context) -> float | None:
-    """Seconds left of the call's deadline; one that has passed is none that a client could have set.
+    """Returns the seconds left of the call's deadline; None without one.
 
     Raises:
         TimedOut

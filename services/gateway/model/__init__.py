@@ -1,4 +1,4 @@
-"""The served model as clients see it: words, chat format, defaults, adapters, thinking. The gateway may enter."""
+"""The served model as clients see it: tokenizer, chat format, defaults, adapters, thinking. The gateway may enter."""
 
 from services.gateway.model.adapters import ServedAdapters
 from services.gateway.model.aliases import SESSION, ModelAsked, ServedAliases, Via, choose

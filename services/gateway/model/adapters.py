@@ -32,7 +32,7 @@ class ServedAdapters(FollowedNames[AdapterRef]):
         """
         Args:
             taken: names of models.
-            workers: of the model, those that answer.
+            workers: the model's that answer.
 
         Raises:
             InvalidRequest: naming the field, and what is wrong with the adapter.
@@ -53,7 +53,7 @@ class ServedAdapters(FollowedNames[AdapterRef]):
     async def unload(self, name: str, workers: Sequence[WorkerConnection]) -> None:
         """
         Args:
-            workers: those that may have it.
+            workers: those that may hold it.
 
         Raises:
             ModelNotFound
@@ -68,7 +68,7 @@ class ServedAdapters(FollowedNames[AdapterRef]):
         log.info("adapter unloaded", name=name)
 
     async def _read(self, connection: WorkerConnection, request: worker_pb2.ReadAdapterRequest) -> AdapterRef | None:
-        """None where the worker does not answer: it will read the adapter when a request needs it."""
+        """Returns what a worker read; None if it does not answer: it reads the adapter when a request needs it."""
         try:
             response = await connection.call(connection.adapters.ReadAdapter, request, timeout=READ_TIMEOUT_S)
         except WorkerLost:

@@ -12,13 +12,13 @@ from tandem.registry import NamedList
 
 SESSION = "x-session-id"
 MAX_USER_LENGTH = 1024
-# Fields of a body that say whose it is, or of which conversation; the first one that is there counts.
+# Fields of a body that identify its user or conversation; the first present one counts.
 USER_FIELDS = ("user", "safety_identifier", "prompt_cache_key", "conversation", "metadata")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelAsked:
-    """A body's words for the model that it wants, and for its user; None and "" where it says nothing."""
+    """The model and user that a body names; None and "" if it names none."""
 
     model: Any = None
     user: str = ""
@@ -26,7 +26,7 @@ class ModelAsked:
 
     @classmethod
     def of(cls, fields: Any) -> ModelAsked:
-        """Take them from a body's fields, whatever these are."""
+        """Returns them from a body's fields, which may be anything."""
         if not isinstance(fields, dict):
             return cls()
         users = (_user(fields.get(name)) for name in USER_FIELDS)
@@ -36,23 +36,23 @@ class ModelAsked:
 
 @dataclass(frozen=True, slots=True)
 class Via:
-    """How a request came to its model."""
+    """How an alias led a request to its model."""
 
     alias: str
-    model: str  # or adapter; empty where none of them has workers
-    lacking: str = ""  # those that have none, where this one is their fallback
-    left: str = ""  # the one that had the request before, and has lost its workers
+    model: str  # or adapter; "" if none of the alias has workers
+    lacking: str = ""  # the models without workers that this one is the fallback for
+    left: str = ""  # the model that had the request before and lost its workers
 
     @property
     def reason(self) -> str:
-        """As the response says it; empty where weights alone have chosen."""
+        """The reason to show in responses; "" if weights alone decided."""
         if self.lacking:
             return f"fallback of {self.alias}: no workers of {self.lacking}"
         return f"{self.alias}: {self.left} has lost its workers" if self.left else ""
 
 
 class ServedAliases(FollowedNames[Alias]):
-    """The registry's go before those of the gateway's own settings."""
+    """The aliases of the registry and, after them, of the gateway's settings."""
 
     def __init__(self, kept: NamedList[Alias], settings: Callable[[], Mapping[str, Targets]]) -> None:
         super().__init__(kept)
@@ -76,8 +76,8 @@ class ServedAliases(FollowedNames[Alias]):
 def choose(alias: Alias, user: str, serves: Callable[[str], bool], known: Callable[[str], bool]) -> Via:
     """
     Args:
-        serves: a model has workers.
-        known: it had some a moment ago, which may be started again.
+        serves: True if a model has workers.
+        known: True if it had workers recently, which may restart.
     """
     found = alias.choose(user, serves) or alias.choose(user, known)
     if found is None:
@@ -86,7 +86,7 @@ def choose(alias: Alias, user: str, serves: Callable[[str], bool], known: Callab
 
 
 def _user(said: Any) -> str:
-    """Conversations have an id, Anthropic's metadata a user_id."""
+    """Returns the id in a conversation or in Anthropic's metadata; "" if there is none."""
     if isinstance(said, dict):
         said = said.get("id") or said.get("user_id")
     return said if isinstance(said, str) else ""

@@ -1,6 +1,6 @@
-"""A model's files as a gateway gets them: from its own disk by fingerprint, else from one of the model's workers.
+"""How a gateway gets a model's files: from its disk by fingerprint, else from one of the model's workers.
 
-What a worker sends is bounded as it comes, and nothing of it is used before its fingerprint is found to be right.
+What a worker sends is bounded as it arrives, and used only if its fingerprint is right.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FETCH_S = 30.0
 
 
 class ModelFolders:
-    """Folders with what a gateway needs of each model."""
+    """Folders with the files that a gateway needs, one for each model."""
 
     def __init__(self, connect: Callable[[str], aio.Channel], kept: TextFiles) -> None:
         self._connect, self._kept = connect, kept
@@ -32,10 +32,10 @@ class ModelFolders:
     async def folder(self, fingerprint: str, addresses: Iterable[str]) -> Path:
         """
         Args:
-            addresses: of workers that say they have such a model; they are asked in turn.
+            addresses: of workers that registered the model, asked in turn.
 
         Raises:
-            Unavailable: none of them has given it.
+            Unavailable: no worker sent it.
         """
         if (known := await self._thread.run(self._kept.find, fingerprint)) is not None:
             return known
@@ -64,7 +64,7 @@ class ModelFolders:
 async def gathered(parts: AsyncIterator[worker_pb2.ReadModelFilesResponse]) -> dict[str, bytes]:
     """
     Raises:
-        ValueError: a file that was not to be sent, or more than may be.
+        ValueError: an unexpected file, or too many bytes.
     """
     files: dict[str, bytearray] = {}
     name, left = "", MAX_TEXT_BYTES

@@ -1,6 +1,6 @@
-"""A list of the registry's names as this gateway knows it, at most POLL_S old.
+"""A list of names in the registry, as this gateway knows it, at most POLL_S old.
 
-A Redis that has lost its memory is given what this gateway knows.
+After Redis lost its memory, this gateway writes the names again.
 """
 
 from __future__ import annotations

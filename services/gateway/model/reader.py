@@ -1,4 +1,4 @@
-"""Models made of the files that their workers give."""
+"""Makes models of the files that their workers send."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tandem.registry import ModelKey
 
 
 class ModelReader:
-    """Call it with a model and the addresses of its workers."""
+    """Reads a model: call it with its key and the addresses of its workers."""
 
     def __init__(
         self, settings: GatewaySettings, folders: ModelFolders, sandbox: Sandbox, wall: Callable[[], float]
     ) -> None:
         """
         Args:
-            sandbox: where what models bring is run; its forks stay.
-            wall: Unix seconds.
+            sandbox: runs templates and tokenizers of models; its forks stay.
+            wall: returns Unix seconds.
         """
         self._settings, self._folders, self._sandbox, self._wall = settings, folders, sandbox, wall
         self._thread = WorkThreads("model", 1)
@@ -34,8 +34,8 @@ class ModelReader:
     async def __call__(self, key: ModelKey, addresses: Sequence[str]) -> ServedModel:
         """
         Raises:
-            Unavailable: no worker gives its files, or they could not be checked now.
-            OSError | ValueError: they are malformed, or need more time or memory than they may use.
+            Unavailable: no worker sends the files, or they could not be checked now.
+            OSError | ValueError: they are malformed, or exceed their bounds of time or memory.
         """
         folder = await self._folders.folder(key.fingerprint, addresses)
         parsers = self._settings.tool_parser, self._settings.reasoning_parser
@@ -49,7 +49,7 @@ class ModelReader:
         return made
 
     async def _parts(self, helper: ModelHelper, file: Path) -> TokenizerParts | None:
-        """Before the first model is served nobody waits, and to take its tokenizer apart would only take longer."""
+        """Returns a large tokenizer in parts; None for the first model, for which no client waits yet."""
         if self._serves and await self._thread.run(_is_large, file):
             return await helper.tokenizer_parts(file)
         await helper.check_tokenizer(file)

@@ -1,4 +1,4 @@
-"""How much a model may think: what a client says of it, for the template and as a number of tokens.
+"""How much a model may think: from the client's effort to template variables and a token budget.
 
 reasoning_effort ─┬─ the template reads it: it decides
                   └─ it does not: a budget by BUDGETS, unless thinking_token_budget says one
@@ -12,7 +12,7 @@ from typing import Any
 
 from services.gateway.model.served import ServedModel
 
-# Of tokens; None is no limit.
+# Tokens; None: no limit.
 BUDGETS: Mapping[str, int | None] = {
     "none": 0, "minimal": 512, "low": 1024, "medium": 8192, "high": 24576, "xhigh": None, "max": None,
 }  # fmt: skip
@@ -20,7 +20,7 @@ EFFORT = "reasoning_effort"
 
 
 def template_variables(said: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """`said`: the client's own variables."""
+    """Returns the template's variables with the effort. `said`: the client's own variables."""
     variables = dict(said or {})
     if effort not in BUDGETS:
         return variables
@@ -31,7 +31,7 @@ def template_variables(said: Mapping[str, Any] | None, effort: str | None) -> di
 
 
 def budget_of(effort: str | None, model: ServedModel) -> dict[str, int]:
-    """Sampling parameters that the effort sets, where the model's template does not read it."""
+    """Returns the sampling parameters that the effort sets, if the model's template does not read it."""
     budget = BUDGETS.get(effort or "")
     if budget is None or model.thoughts is None or (model.chat_template and EFFORT in model.chat_template.source):
         return {}

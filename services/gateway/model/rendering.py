@@ -1,6 +1,6 @@
-"""Chats rendered in a helper process, where a template that does not end, or wants all memory, costs nothing.
+"""Renders chats in a helper process, which bounds templates that do not end or want all memory.
 
-A model's templates run on one lane at a time: the other models' chats have the other lanes.
+A model's templates run on one lane at a time, so that other models' chats have the other lanes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from services.gateway.untrusted import (
 )
 from tandem.containment import Bounds, CallFailed, Sandbox, SandboxBusy
 
-# A chat that is rendered here takes a millisecond; what is large comes rendered, from another helper.
+# Chats here take a millisecond to render; large ones arrive rendered by another helper.
 LIMITS = Bounds(cpu_s=1.0, wall_s=60.0, memory_bytes=256 * 2**20)
-# Chats, and bytes of them, that are rendered by one call.
+# The most chats, and their bytes, rendered by one call.
 MOST_TOGETHER = 64
 MOST_BYTES = 2**20
 _Waiting: TypeAlias = "tuple[bytes, asyncio.Future[str]]"
@@ -39,12 +39,12 @@ HELPER_MODULES = ("services.gateway.untrusted",)
 
 
 class ModelHelper:
-    """Runs what one model has brought. Chats that come while others are rendered are rendered together after them."""
+    """Runs the code of one model's files. Chats that arrive during a call are rendered together by the next one."""
 
     def __init__(self, sandbox: Sandbox | None, model: str) -> None:
         """
         Args:
-            sandbox: None: everything runs on the loop, as in a simulation.
+            sandbox: None runs everything on the event loop, as in a simulation.
             model: its name and fingerprint.
         """
         self._sandbox, self._model = sandbox, model
@@ -52,35 +52,35 @@ class ModelHelper:
         self._pickled, self._most = b"", 0
         self._returns = Returns()
         self._waiting = deque[_Waiting]()
-        self._suspects = deque[_Waiting]()  # Chats of calls that have ended the helper process.
+        self._suspects = deque[_Waiting]()  # Chats of calls that killed the helper process.
         self._work: asyncio.Task[None] | None = None
 
     async def checked(self, template: ChatTemplate) -> ChatTemplate:
-        """Returns the template once it has been compiled, and its facts are known.
+        """Returns the template, compiled, with its facts.
 
         Raises:
-            ValueError: it cannot be compiled, or needs too much for it.
-            Unavailable: the helper process has no time now.
+            ValueError: it cannot be compiled within its bounds.
+            Unavailable: the helper process is too busy now.
         """
         return await self._call("chat_template", check, template, bounds=LIMITS)
 
     async def check_tokenizer(self, file: Path) -> None:
         """
         Raises:
-            ValueError: it is malformed, or needs too much.
+            ValueError: it is malformed, or exceeds its bounds.
             Unavailable: as `checked`.
         """
         await self._call(str(file), check_tokenizer, str(file), bounds=PARTS_LIMITS)
 
     async def tokenizer_parts(self, file: Path) -> TokenizerParts | None:
-        """Returns a tokenizer.json taken apart, None where it is of a kind that is not; raises as `check_tokenizer`."""
+        """Returns a tokenizer.json in parts; None if its kind is not divided. Raises as `check_tokenizer`."""
         return await self._call(str(file), parts_of, str(file), bounds=PARTS_LIMITS)
 
     async def render(self, template: ChatTemplate | None, chat: ChatPrompt, bounds: PromptBounds) -> str:
         """
         Raises:
-            InvalidRequest: as `bodies.rendered`; or the template needs too much for these messages.
-            Overloaded: the helper process has no time now.
+            InvalidRequest: as `bodies.rendered`, or the template exceeds its bounds for these messages.
+            Overloaded: the helper process is too busy now.
         """
         if self._sandbox is None:
             return rendered(chat, template, bounds)
@@ -96,7 +96,7 @@ class ModelHelper:
         return await future
 
     async def _render_waiting(self) -> None:
-        """Renders until nothing waits. A suspect is rendered alone, and others before the next one of these."""
+        """Render until no chat waits. Suspects are rendered alone, alternating with other chats."""
         batch: list[_Waiting] = []
         try:
             while self._waiting or self._suspects:
@@ -118,13 +118,13 @@ class ModelHelper:
         batch, size = list[_Waiting](), 0
         while self._waiting and len(batch) < MOST_TOGETHER and size < MOST_BYTES:
             chat, future = self._waiting.popleft()
-            if not future.done():  # or its request has ended
+            if not future.done():  # its request may have ended
                 batch.append((chat, future))
                 size += len(chat)
         return batch
 
     async def _render_together(self, batch: Sequence[_Waiting]) -> None:
-        """Renders chats by one call. If it ends the helper process, all are suspects: any of them may have done it."""
+        """Render chats by one call. If the call kills the helper process, all of them become suspects."""
         if all(future.done() for _, future in batch):
             return
         try:

@@ -1,4 +1,4 @@
-"""The served model as the gateway knows it: its words, its chat format, its defaults. No weights.
+"""The served model as the gateway knows it: tokenizer, chat format, defaults. No weights.
 
 tokenizer.json                                  -> Tokenizer
 chat_template.jinja | tokenizer_config.json     -> ChatTemplate, how it calls tools and thinks aloud
@@ -26,10 +26,10 @@ from tandem.sampling import OF_MODEL, InvalidParameter, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class CheckedFiles:
-    """Files that could do harm, once a helper process has checked them.
+    """Files that could do harm, checked by a helper process.
 
     Args:
-        parts: the tokenizer.json, where that was taken apart.
+        parts: the tokenizer.json, if it was divided.
     """
 
     helper: ModelHelper
@@ -48,10 +48,10 @@ class ServedModel:
     created: int  # Unix seconds
     helper: ModelHelper
     adapter: AdapterRef | None = None
-    parent: str = ""  # of an adapter: the model's name
-    calls: type[CallFormat] | None = None  # how its calls of tools are written
+    parent: str = ""  # for an adapter: the model's name
+    calls: type[CallFormat] | None = None  # how it writes tool calls
     thoughts: Tags | None = None
-    via: Via | None = None  # where an alias was asked for
+    via: Via | None = None  # if an alias was asked for
 
     def adapted(self, ref: AdapterRef) -> ServedModel:
         return replace(self, name=ref.name, adapter=ref, parent=self.name)
@@ -64,7 +64,7 @@ class ServedModel:
         """
         Args:
             tool_parser, reasoning_parser: a name, "auto" for what the chat template shows, or "none".
-            checked: None: the files are trusted, as in a simulation.
+            checked: None trusts the files, as in a simulation.
 
         Raises:
             FileNotFoundError: the folder lacks tokenizer.json or config.json.
@@ -97,7 +97,7 @@ class ServedModel:
 def _defaults(file: Path) -> dict[str, float]:
     """
     Raises:
-        ValueError: one that cannot be served.
+        ValueError: a default that cannot be served.
     """
     said: dict[str, float] = read_file(GenerationFile, file).model_dump(exclude_none=True)
     found = {name: said[name] for name in OF_MODEL if name in said}

@@ -15,7 +15,7 @@ MAX_BYTES = 2**20
 
 
 def read_template(folder: Path) -> ChatTemplate | None:
-    """Returns the folder's template, not yet checked; None where the model has none.
+    """Returns the folder's template, not yet checked; None if the model has none.
 
     Raises:
         OSError, ValueError: a file is malformed.

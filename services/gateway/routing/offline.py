@@ -1,4 +1,4 @@
-"""Choosing workers while Redis is gone: from what this gateway last saw, and from what it has sent itself.
+"""Routing while Redis is gone: by this gateway's last view and the requests that it sent itself.
 
     work = own requests there, each counted as this prompt + what each would have to prefill or be sent of this prompt,
            sending counted by how much longer it takes so far
@@ -15,14 +15,14 @@ from services.gateway.errors import Unavailable
 from services.gateway.routing.route_request import RouteRequest
 from tandem.registry import ClusterView, Distance, Fallback, LiveWorker, ModelKey, Place, Role, Route
 
-# As in the registry's costs: prefilling a token delays the next request, too.
+# As in the registry's costs: prefilling a token also delays the next request.
 OWN_WORK = 16
-# And where nobody has measured it yet, each distance takes so many times as long as the next shorter one.
+# Unmeasured, each distance counts as this many times as slow as the next shorter one.
 FARTHER = 2
 
 
 class OfflineRouter:
-    """Routes without reservations. `note` every route that begins, `forget` every one that ends."""
+    """Routes without reservations. `note` each route that begins and `forget` each that ends."""
 
     def __init__(self, view: ClusterView, model: ModelKey, may_be_local: bool) -> None:
         self._view = view
@@ -45,11 +45,11 @@ class OfflineRouter:
     ) -> Route:
         """
         Args:
-            held: incarnation of a worker: tokens of the prompt that it has cached.
-            why: Redis is not asked; `fallback` says it for metrics.
+            held: cached tokens of the prompt, by incarnation.
+            why: reason for not asking Redis; `fallback`: the same for metrics.
 
         Raises:
-            Unavailable: nobody in the view can take it.
+            Unavailable: no worker in the view can take it.
         """
         usable = [w for w in self._view.workers if w.info.key == self._model and _usable(w, exclude)]
         decodes = [w for w in usable if w.info.role is Role.DECODE and _fits(w, request)]
@@ -94,7 +94,7 @@ def _stuck(*workers: LiveWorker) -> bool:
 
 
 def _way(prefill: LiveWorker, decode: LiveWorker) -> float:
-    """How many times as long KV goes from one to the other as to the nearest."""
+    """Returns how many times as long as to the nearest worker KV takes from one to the other."""
     load = prefill.load
     rates = (load.transfer_tokens_per_s, load.zone_transfer_tokens_per_s, load.far_transfer_tokens_per_s)
     distance = prefill.info.location.distance_to(decode.info.location)

@@ -1,4 +1,4 @@
-"""The demands of one sequence on the cluster."""
+"""The needs of one sequence."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """Passed to the router for each attempt."""
+    """An attempt's request for a route."""
 
     request_id: str
-    token_ids: Sequence[int]  # of the prompt
+    token_ids: Sequence[int]  # the prompt's
     cache_salt: str
     max_new_tokens: int
-    seconds: float  # how long a forgotten reservation may live
-    adapter: str = ""  # its revision, where there is one
-    holder: str = ""  # incarnation of the decode worker that has the prompt's KV, if one is known to
-    ttft_target_s: float = 0.0  # within which its first token should come, from now; 0: no target
-    itl_target_s: float = 0.0  # the most between its tokens; 0: no target
+    seconds: float  # lifetime of the reservation if it is not released
+    adapter: str = ""  # its revision, or ""
+    holder: str = ""  # incarnation of a decode worker that holds the prompt's KV, or ""
+    ttft_target_s: float = 0.0  # seconds from now to its first token; 0: no target
+    itl_target_s: float = 0.0  # seconds between tokens; 0: no target
 
     @property
     def prompt_tokens(self) -> int:

@@ -47,7 +47,7 @@ POLICIES: dict[Disaggregation, PrefillPolicy] = {
 
 
 class Router:
-    """Routes and their reservations. Every route that was chosen is ended with `release`."""
+    """Routes and their reservations. Every chosen route must be released."""
 
     def __init__(
         self, registry: Registry, view: ClusterView, replica: BlockReplica, model: ModelKey, policy: Disaggregation
@@ -64,24 +64,24 @@ class Router:
         """
         Raises:
             InvalidRequest: no worker is large enough.
-            Unavailable: no worker can take it now; says what is missing.
+            Unavailable: no worker can take it now; names what is missing.
         """
         route = await self._route(request, exclude)
         self._offline.note(route)
         return route
 
     def release_prefill(self, route: Route) -> asyncio.Future[bool]:
-        """The prompt was prefilled: its tokens wait no longer."""
+        """Release the prefill part of a route, as the prompt was computed."""
         return self._registry.reservations.release(route.reservation_id, prefill_done_only=True)
 
     def release(self, route: Route) -> asyncio.Future[bool]:
-        """End the route. Redis being gone is no error: it is told later, and reservations expire by themselves."""
+        """Release a route. If Redis is gone it is told later, and reservations expire by themselves."""
         self._offline.forget(route)
         return self._registry.reservations.release(route.reservation_id)
 
     async def _route(self, request: RouteRequest, exclude: Collection[str]) -> Route:
         prefix, held = self._look_up(request.token_ids, request.adapter, request.cache_salt)
-        if self._view.stale:  # not every request should wait for the same silence
+        if self._view.stale:  # not every request should wait for a silent Redis
             why = f"registry unavailable for {self._view.age:.0f} s"
             return self._offline.choose(request, held, exclude, why, Fallback.REGISTRY_UNAVAILABLE)
         try:
@@ -97,11 +97,11 @@ class Router:
             return await self._after_refusal(error, request, held, exclude)
 
     def _adapted(self, adapter: str) -> list[str]:
-        """Generations of the workers that have it in memory."""
+        """Returns the generations of workers that hold the adapter in memory."""
         return [worker.generation for worker in self._view.workers if adapter in worker.load.adapters]
 
     async def _to_holder(self, request: RouteRequest, prefix: PromptPrefix, exclude: Collection[str]) -> Route | None:
-        """None where that worker cannot take it, or is stuck."""
+        """Returns a route to the worker that holds the prompt's KV; None if it cannot take it, or is stuck."""
         decodes = [worker for worker in self._view.workers if worker.info.role is Role.DECODE]
         if any(worker.load.stuck for worker in decodes if worker.info.incarnation == request.holder):
             return None
@@ -130,13 +130,14 @@ class Router:
         )
 
     def cached_tokens(self, token_ids: Sequence[int], adapter: str, cache_salt: str) -> int:
-        """Tokens of a prompt that the worker which has most of it has cached, as far as this gateway knows."""
+        """Returns the most tokens of a prompt that any worker has cached, as far as this gateway knows."""
         held = self._look_up(token_ids, adapter, cache_salt)[1]
         return min(max(held.values(), default=0), len(token_ids) - 1)
 
     def _look_up(self, token_ids: Sequence[int], adapter: str, cache_salt: str) -> tuple[PromptPrefix, dict[str, int]]:
-        """The prompt's prefix, and generation: cached tokens. Workers of another revision or block size than most, if
-        any, count as holding none of it.
+        """Returns the prompt's prefix, and its cached tokens by generation.
+
+        Workers of another revision or block size than most count as holding none of it.
         """
         kind = self._kind()
         if kind is None:
@@ -149,7 +150,7 @@ class Router:
         return PromptPrefix.of(revision, block_size, hashes, held), tokens
 
     def _kind(self) -> tuple[str, int] | None:
-        """Revision and block size of most workers of the model. Counted once for each time that the view is read."""
+        """Returns the revision and block size of most workers, computed once for each refresh of the view."""
         workers = self._view.workers
         if workers is not self._kind_of[0]:
             kinds = Counter((w.info.revision, w.info.block_size) for w in workers if w.info.key == self._model)
@@ -159,7 +160,7 @@ class Router:
     async def _after_refusal(
         self, refusal: NoWorkers, request: RouteRequest, held: dict[str, int], exclude: Collection[str]
     ) -> Route:
-        """A Redis that came back empty knows a worker again from its next heartbeat on; the view still does."""
+        """Returns a route by the view: a Redis that came back empty knows workers only after their next heartbeat."""
         try:
             return self._offline.choose(request, held, exclude, str(refusal), Fallback.LAST_VIEW)
         except Unavailable:
@@ -167,7 +168,7 @@ class Router:
             raise Unavailable("; ".join([str(refusal), *await self._other_releases()]), code=code) from None
 
     async def _other_releases(self) -> list[str]:
-        """Names those whose workers are not routed to, where the model has none of this one."""
+        """Returns other releases of Tandem with workers of this model, if this release has none."""
         with suppress(RegistryUnavailable):
             if not any(worker.info.key == self._model for worker in self._view.workers):
                 return list(map(str, await self._registry.releases.others()))

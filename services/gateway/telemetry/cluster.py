@@ -1,4 +1,4 @@
-"""The cluster as a gateway sees it, as of when Prometheus asks."""
+"""Metrics of the cluster as a gateway sees it when Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.registry import LiveWorker, Role
 
 class ClusterCollector(Collector):
     def __init__(self, workers: Callable[[], list[LiveWorker]], model: str, prices: Mapping[Role, float]) -> None:
-        """`workers`: those of the model, as last seen. `prices`: of an hour of one worker."""
+        """`workers`: returns the model's workers as last seen. `prices`: of a worker's hour."""
         self._workers, self._model, self._prices = workers, model, prices
         self._seen: set[str] | None = None
         self._starts: Counter[Role] = Counter(dict.fromkeys(Role, 0))
@@ -35,7 +35,7 @@ class ClusterCollector(Collector):
             yield family
 
     def _note(self, workers: list[LiveWorker]) -> None:
-        """Count those that were not there when it was last asked."""
+        """Count workers that were not there at the last scrape."""
         now = {worker.info.incarnation: worker.info.role for worker in workers}
         if self._seen is not None:
             self._starts.update(role for incarnation, role in now.items() if incarnation not in self._seen)

@@ -1,6 +1,6 @@
-"""GenAI semantic conventions' metrics of a server, through OpenTelemetry's API: for those who collect by OTLP.
+"""Server metrics of the GenAI semantic conventions, through OpenTelemetry's API, for collectors by OTLP.
 
-They go nowhere unless telemetry.py was told where to.
+They are exported only if tandem/process/telemetry.py is configured to.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class GenAIMetrics:
         self, operation: str, model: str, error: str, times: tuple[float, float | None, float | None],
         tokens: tuple[int, int],
     ) -> None:  # fmt: skip
-        """A request has ended.
+        """Count a request that has ended.
 
         Args:
             error: its type; empty where it was answered.
-            times: whole, to the first token, between tokens on the mean.
+            times: duration, TTFT, mean ITL, in seconds.
             tokens: of prompts, of answers.
         """
         named = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER, "gen_ai.request.model": model}

@@ -33,11 +33,11 @@ LOOKED_AT = (
     "vllm:time_to_first_token_seconds_bucket", "tandem_slo_requests_total", "tandem_goodput_tokens_total",
     "tandem_requests_total", "vllm:generation_tokens_total", "vllm:inter_token_latency_seconds_bucket",
 )  # fmt: skip
-NUM_GAPS = len(ITL) + 1  # with those beyond the last bound
+NUM_GAPS = len(ITL) + 1  # one more for values beyond the last bound
 
 
 class FrontMetrics:
-    """The gateway's own, whatever the model; and those of all models as Prometheus reads them."""
+    """The gateway's own metrics, and those of all models as Prometheus reads them."""
 
     def __init__(
         self, classes: Mapping[ClassName, ClassSettings] = CLASSES, max_tenants: int = 100,
@@ -45,8 +45,8 @@ class FrontMetrics:
     ) -> None:  # fmt: skip
         """
         Args:
-            prices: of an hour of one worker.
-            catch_up: counts the requests that ended and are not counted yet.
+            prices: of a worker's hour, by role.
+            catch_up: counts ended requests that are not counted yet.
         """
         self._catch_up = catch_up
         self.registry, self._exposed, self._nameless = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
@@ -54,7 +54,7 @@ class FrontMetrics:
         self._nameless.register(_Together(self, names_tenants=False))
         self._classes, self._max_tenants, self._prices = classes, max_tenants, prices or {}
         self.of_models: dict[str, Metrics] = {}
-        self._of_the_gone: dict[str, float] = {}  # so that totals never fall
+        self._of_the_gone: dict[str, float] = {}  # totals of dropped models, so that totals never fall
         self.genai = GenAIMetrics()
         self._requests = GATEWAY["tandem_requests"].counter_tally(self.registry)
         self._errors = GATEWAY["tandem_errors"].counter_tally(self.registry)
@@ -65,25 +65,25 @@ class FrontMetrics:
         self._waits = GATEWAY["tandem_on_demand_wait_seconds"].histogram_tally(self.registry)
 
     def of(self, model: str) -> Metrics:
-        """Made when the model is first served."""
+        """Returns the metrics of a model, made when it is first served."""
         if model not in self.of_models:
             self.of_models[model] = Metrics(model, self, self._classes, self._max_tenants, self._prices)
         return self.of_models[model]
 
     def request(self, path: str, status: int) -> None:
-        """One request has ended; 499 is a client that left."""
+        """Count a request that has ended; 499: its client disconnected."""
         self._requests.labels(path, str(status)).inc()
 
     def error(self, error: GatewayError) -> None:
-        """A request has ended with it."""
+        """Count a request that failed."""
         self._errors.labels(str(error.status), error.code or error.type).inc()
 
     def alias(self, name: str, model: str, chosen_by: str) -> None:
-        """One request that named an alias is answered by the model."""
+        """Count a request that an alias sent to the model."""
         self._aliases.labels(name, model, chosen_by).inc()
 
     def waited(self, model: str, seconds: float) -> None:
-        """One request has waited so long for its model to start."""
+        """Count the time that a request waited for its model to start."""
         self._waits.labels(model).observe(seconds)
 
     def refused(self, seconds: float, model: str = "") -> None:
@@ -91,14 +91,14 @@ class FrontMetrics:
         self._refused.labels(model).observe(seconds)
 
     def path(self, path: llm_pb2.Path, fallback: str) -> None:
-        """The path one choice took, and why it is not the one it should be; empty where it is."""
+        """Count the path of one choice. `fallback`: why it is not the intended one, or ""."""
         if path.transport:
             self._transfer_bytes.labels(path.transport).inc(path.transfer_bytes)
         if fallback:
             self._fallbacks.labels(PATHS[path.kind], fallback).inc()
 
     def watch_replica(self, replica: BlockReplica) -> None:
-        """Report what is known of prefix caches, as of when Prometheus asks."""
+        """Report the replica of prefix caches at each scrape."""
         self.registry.register(_ReplicaCollector(replica))
 
     def watch_sleepers(self, statuses: Callable[[], Iterable[ModelStatus]]) -> None:
@@ -110,7 +110,7 @@ class FrontMetrics:
         self.registry.register(_UnreadableCollector(view.registry.unreadable.found))
 
     def totals(self) -> Totals:
-        """As of now, of all tenants and all models, those that have left, too; cheap, as few series are looked at."""
+        """Returns the totals over all tenants and models, dropped models included. Cheap: reads few series."""
         self._catch_up()
         found = dict(self._of_the_gone)
         _add(found, self.registry.restricted_registry(LOOKED_AT))
@@ -119,18 +119,18 @@ class FrontMetrics:
         return Totals(found)
 
     def forget(self, model: str) -> None:
-        """Expose it no longer."""
+        """Stop exposing a model's metrics."""
         if (metrics := self.of_models.pop(model, None)) is not None:
             metrics.add_to(self._of_the_gone)
 
     def exposition(self, accept: str = "", names_tenants: bool = True) -> tuple[bytes, str]:
-        """As the header `accept` asks for it, and its content type."""
+        """Returns the exposition in the format that `accept` asks for, and its content type."""
         self._catch_up()
         return metrics_server.exposition(self._exposed if names_tenants else self._nameless, accept)
 
 
 class _Together(Collector):
-    """The series of all models, those of one name in one family."""
+    """The series of all models, one family a name."""
 
     def __init__(self, front: FrontMetrics, *, names_tenants: bool = True) -> None:
         self._front, self._names_tenants = front, names_tenants
@@ -146,7 +146,7 @@ class _Together(Collector):
 
 
 class Metrics:
-    """Those of one model, in whichever fingerprints it is served."""
+    """The metrics of one model, over all its fingerprints."""
 
     def __init__(
         self, model: str, front: FrontMetrics, classes: Mapping[ClassName, ClassSettings], max_tenants: int,
@@ -184,7 +184,7 @@ class Metrics:
         registry.register(ClusterCollector(self._workers, model, prices))
 
     def choice(self, now: Callable[[], float], trace_id: str = "") -> Meter:
-        """Counts one choice that is accepted now. `trace_id`: of a trace that is kept, to be found from its numbers."""
+        """Returns the meter of a choice that is accepted now. `trace_id`: its exemplar, if the trace is kept."""
         return Meter(self, now, {"trace_id": trace_id} if trace_id else None)
 
     def of_fingerprint(self, fingerprint: str) -> Count:
@@ -201,23 +201,23 @@ class Metrics:
         self._queued.labels(self._model, kind.label).observe(seconds)
 
     def begin(self, admission: Admission, pool: WorkerPool) -> None:
-        """From now on they serve the model."""
+        """Add a fingerprint's admission and pool to the gauges."""
         self._admissions.append(admission)
         self._pools.append(pool)
 
     def end(self, admission: Admission, pool: WorkerPool) -> None:
-        """They serve it no longer; where nobody does, its series are gone, too."""
+        """Remove them again; after the last one the model's series are dropped."""
         self._admissions.remove(admission)
         self._pools.remove(pool)
         if not self._pools:
             self._front.forget(self._model)
 
     def add_to(self, found: dict[str, float]) -> None:
-        """Its part of the totals."""
+        """Add the model's part to totals."""
         _add(found, self.registry.restricted_registry(LOOKED_AT))
 
     def _watch(self) -> None:
-        """Report who waits, who is inside and how full KV caches are, as of when Prometheus asks."""
+        """Report waiting and admitted work and KV usage at each scrape."""
 
         def of_all(count: Callable[[Admission], int]) -> Callable[[], float]:
             return lambda: sum(map(count, self._admissions))
@@ -242,7 +242,7 @@ class Metrics:
 
 
 def _add(found: dict[str, float], part: Collector) -> None:
-    """By series and bucket, or if a target was met."""
+    """Add a collector's samples by series and bucket, or by whether a target was met."""
     for family in part.collect():
         for sample in family.samples:
             key = sample.labels.get("le") or ("met" if sample.labels.get("outcome") == "met" else "")
@@ -265,18 +265,18 @@ class Totals:
 
     @property
     def outcomes(self) -> tuple[float, float]:
-        """Requests that were met, and the others that count."""
+        """Returns requests that met their targets, and counted requests that did not."""
         name = GATEWAY["tandem_slo_requests"].exposed_as
         return self._found.get(f"{name} met", 0.0), self._found.get(f"{name} ", 0.0)
 
     def buckets(self, name: str) -> list[float]:
-        """Cumulative, the last without a bound."""
+        """Returns cumulative bucket counts; the last has no bound."""
         bounds = *map(str, GATEWAY[name].buckets), "+Inf"
         return [self._found.get(f"{name}_bucket {bound}", 0.0) for bound in bounds]
 
 
 class Meter:
-    """One choice, from waiting to running to its end. `close` it."""
+    """Measures one choice from waiting to running to its end. Must be closed."""
 
     __slots__ = ("_all_gaps", "_born", "_exemplar", "_first", "_last", "_metrics", "_now", "_num_tokens", "gaps")
 
@@ -285,11 +285,11 @@ class Meter:
         self._now = now
         self._born = self._first = self._last = now()
         self._num_tokens = 0
-        self.gaps = [0] * NUM_GAPS  # between its messages, per token, by bucket of ITL
+        self.gaps = [0] * NUM_GAPS  # histogram of the time between messages, per token
         metrics.num_waiting += 1
 
     def count(self, num_tokens: int) -> None:
-        """So many new tokens."""
+        """Count new tokens."""
         if not num_tokens:
             return
         now = self._now()
@@ -306,15 +306,15 @@ class Meter:
 
     @property
     def itl_s(self) -> float | None:
-        """Mean time between its tokens so far, if there are two."""
+        """Returns the mean time between tokens so far in seconds; None with fewer than two."""
         return (self._last - self._first) / (self._num_tokens - 1) if self._num_tokens > 1 else None
 
     def routed(self, seconds: float) -> None:
-        """A pair of workers was chosen for it, in so long."""
+        """Note how long choosing workers took."""
         self._metrics.route_s.observe(seconds)
 
     def success(self, reason: str, prompt_tokens: int, cached_tokens: int, queued_s: float) -> None:
-        """The choice has ended well; `queued_s` of its time it waited for its turn."""
+        """Count a successful choice. `queued_s`: how long it waited for its turn."""
         ended, whole_s = self._metrics.ended, self._now() - self._born
         ended.e2e.observe(whole_s, self._exemplar)
         ended.inference.observe(max(whole_s - queued_s, 0.0))
@@ -338,7 +338,7 @@ class Meter:
 
 
 class _Ended:
-    """Observes each choice that ended well, or each request, once."""
+    """Histograms that observe each successful choice, or each request, once."""
 
     def __init__(self, histogram: Callable[[str], BucketCounts], counter: Callable[[str], Count]) -> None:
         self.max_generated = histogram("vllm:request_max_num_generation_tokens")

@@ -1,7 +1,7 @@
-"""Finds a request's spans: its own process's, and those of the workers that its hops name.
+"""Finds a request's spans: the gateway's own, and those of the workers that its hops name.
 
-A client chooses its request's id and may choose its trace's, so neither says whose a span is. The root span does, and
-what hangs below it is its request's; the same ids of another tenant are not found.
+A client chooses request ids and may choose trace ids, so neither proves whose a span is. The root span does, and its
+descendants belong to its request; equal ids of another tenant are not found.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORKER_WAIT_S = 2.0
 
 
 class RecentRequests:
-    """Traces of the requests that ended last."""
+    """The traces of requests that ended last."""
 
     def __init__(self, spans: telemetry.RecentSpans, connections: Callable[[], list[WorkerConnection]]) -> None:
         self._spans, self._connections = spans, connections
@@ -33,7 +33,7 @@ class RecentRequests:
         """Chrome's trace events, for Perfetto.
 
         Raises:
-            NotKept: it is not remembered, or another tenant's.
+            NotKept: the request is forgotten, or another tenant's.
         """
         said = {"gen_ai.request.id": request_id}
         root = self._spans.find(said if client.manages_models else said | {TENANT: client.tenant})
@@ -49,7 +49,7 @@ class RecentRequests:
         return chrome_trace(spans, {"request_id": request_id, "trace_id": trace_id.hex(), "missing": missing})
 
     async def _of_worker(self, connection: WorkerConnection, trace_id: bytes) -> list[OwnedSpan]:
-        """None from a worker that does not answer: its trace is what is left of it."""
+        """Returns a worker's spans of a trace; none if it does not answer."""
         request = process_pb2.RecentSpansRequest(trace_id=trace_id)
         try:
             answer = await connection.call(connection.traces.RecentSpans, request, timeout=WORKER_WAIT_S)
@@ -68,7 +68,7 @@ def _spans_of(traces: bytes) -> list[OwnedSpan]:
 
 
 def _below(spans: Iterable[OwnedSpan], root: bytes) -> list[OwnedSpan]:
-    """The root's and its descendants."""
+    """Returns the root and its descendants."""
     children: dict[bytes, list[OwnedSpan]] = {}
     found, known = [], set()
     for one in spans:

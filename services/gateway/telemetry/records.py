@@ -25,7 +25,7 @@ from services.gateway.errors import GatewayError
 
 log = structlog.get_logger("tandem.requests")
 MAX_RECORDS = 512
-# Written so soon, and so many at once: half a millisecond's work.
+# Records are written after this time, or this many together: half a millisecond's work.
 WRITE_S, AT_ONCE = 0.05, 32
 Fields = dict[str, Any]
 Together = Callable[[], AbstractContextManager[None]]
@@ -35,7 +35,7 @@ Together = Callable[[], AbstractContextManager[None]]
 class Ending:
     """How a request ended.
 
-    `outcome` is "ok", "client_left" or the error's type; `first_s` from its arrival to its first token, if one came;
+    `outcome`: "ok", "client_left" or the error's type; `first_s`: from its arrival to its first token, if any;
     `whole_s` from its arrival to its end; `trace_id` 0 where it has no trace.
     """
 
@@ -47,10 +47,10 @@ class Ending:
 
 
 class RequestRecords:
-    """Those of the requests that ended last. `write` once more at the end, so that none is missed."""
+    """The records of requests that ended last. Call `write` before the process ends, so that none is lost."""
 
     def __init__(self, most: int = MAX_RECORDS, together: Together = nullcontext) -> None:
-        """`together`: a block whose log lines are written at its end."""
+        """`together`: a context whose log lines are written together at its end."""
         self._together = together
         self._kept: deque[tuple[float, Mapping[str, Any]]] = deque(maxlen=most)
         self._ended: list[tuple[float, str, Callable[[], Fields], Span | None]] = []
@@ -58,10 +58,10 @@ class RequestRecords:
         self._otel = get_logger("tandem.requests")
 
     def add(self, event: str, fields: Callable[[], Fields], span: Span | None = None) -> None:
-        """One more, of a request that ends now.
+        """Add a request that ends now.
 
         Args:
-            fields: gives them, when it is written; it may count the request, too.
+            fields: returns the fields when the record is written; may also count the request.
         """
         loop = asyncio.get_running_loop()
         self._ended.append((loop.time(), event, fields, span))
@@ -71,13 +71,13 @@ class RequestRecords:
             self.write()
 
     def write(self) -> None:
-        """All that have ended."""
+        """Write the records of all requests that have ended."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         ended, self._ended = self._ended, []
         with self._together():
-            line = log.bind()  # once for all of them
+            line = log.bind()  # bound once for all of them
             for at, event, fields, span in ended:
                 try:
                     told = fields()
@@ -85,7 +85,7 @@ class RequestRecords:
                     line.info(event, **told)
                     if self._otel.enabled(severity_number=SeverityNumber.INFO, event_name=event):
                         self._emit(event, told, span)
-                except Exception as error:  # a bug, which must not reach the request that ends just now
+                except Exception as error:  # a bug, which must not fail the request that ends now
                     log.error("a request could not be recorded", exc_info=error)
 
     def _emit(self, event: str, told: Fields, span: Span | None) -> None:
@@ -96,7 +96,7 @@ class RequestRecords:
         )
 
     def latest(self, most: int, tenant: str | None) -> list[Fields]:
-        """The last one first, each with `ago_s`; only `tenant`'s, where one is given."""
+        """Returns the latest records, newest first, each with `ago_s`; only `tenant`'s if given."""
         self.write()
         now = asyncio.get_running_loop().time()
         found = (one for one in reversed(self._kept) if tenant is None or one[1].get("tenant") == tenant)
@@ -104,7 +104,7 @@ class RequestRecords:
 
 
 def record_refused(records: RequestRecords, request_id: str, error: GatewayError, after_s: float) -> None:
-    """It failed before anything was asked of the cluster. The error may quote it, so its words are left out."""
+    """Record a request that failed before it reached the cluster, without the error's text, which may quote it."""
     told = {"request_id": request_id, "status": error.status, "outcome": error.type, "whole_s": rounded(after_s)}
     told |= {"code": error.code} if error.code else {}
     records.add("request refused", lambda: told)

@@ -1,4 +1,4 @@
-"""Who asked for how much, and what of it met its class's targets: counted once for each request that ended.
+"""Usage by tenant, and how much of it met its class's targets, counted when a request ends.
 
     met            answered, and in time
     late_first     answered; its first token came later than its class's ttft_s
@@ -32,7 +32,7 @@ class RequestEnd:
     priority_class: PriorityClass
     status: int
     ttft_s: float | None = None
-    itl_s: float | None = None  # mean
+    itl_s: float | None = None  # mean over the answer
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -48,7 +48,7 @@ class TenantMetrics:
         self._goodput = GATEWAY["tandem_goodput_tokens"].counter_tally(registry)
         self._tokens = GATEWAY["tandem_tenant_tokens"].counter_tally(registry)
         self._ttft = GATEWAY["tandem_tenant_ttft_seconds"].histogram_tally(registry)
-        self._known: dict[tuple[str, str, str], list[Count]] = {}  # counts of tokens, by those labels
+        self._known: dict[tuple[str, str, str], list[Count]] = {}  # token counters by labels
         objective = GATEWAY["tandem_slo_objective"].gauge(registry)
         for name, settings in classes.items():
             objective.labels(model, name).set(settings.objective)
@@ -58,7 +58,7 @@ class TenantMetrics:
         if (tokens := self._known.get(labels)) is None:
             tokens = self._known[labels] = [self._tokens.labels(*labels, kind) for kind in TOKENS]
         computed, cached, generated = tokens
-        computed.value += max(end.prompt_tokens - end.cached_tokens, 0)  # workers say what was cached
+        computed.value += max(end.prompt_tokens - end.cached_tokens, 0)  # workers report the cached part
         cached.value += end.cached_tokens
         generated.value += end.output_tokens
         if end.ttft_s is not None:
@@ -80,7 +80,7 @@ class TenantMetrics:
 
 
 def without_tenants(family: Metric) -> Metric:
-    """Sums the series of a counter or histogram over tenants; the label stays, and is empty."""
+    """Returns a counter or histogram summed over tenants; the label stays, empty."""
     sums: dict[tuple[str, tuple[tuple[str, str], ...]], Sample] = {}
     for sample in family.samples:
         labels = {**sample.labels, "tenant": ""} if "tenant" in sample.labels else sample.labels

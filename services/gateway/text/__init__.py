@@ -1,4 +1,4 @@
-"""Text in, token ids out, and back: the only folder that knows what a token says. The gateway may enter.
+"""Text to token ids and back: the only folder that knows the text of a token. The gateway may enter.
 
 text -> Tokenizer -> token ids
 token ids -> Detokenizer -> text -> StopStrings -> the client

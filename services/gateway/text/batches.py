@@ -1,4 +1,4 @@
-"""Long texts are tokenized beside the event loop, on one thread: what comes while a batch is read is the next batch.
+"""Long texts are tokenized on one thread beside the event loop; texts that arrive meanwhile are the next batch.
 
     encode(text) ──> waiting ──> a batch of up to BATCH characters ──> the thread ──> token ids
          └─────────> BATCH or more: other threads, for others would wait for it
@@ -22,19 +22,19 @@ LONG_AT_ONCE = 2
 
 
 class UnreadText(ValueError):
-    """A text that a model's tokenizer cannot read, or not in time."""
+    """The model's tokenizer cannot read the text, or not in time."""
 
 
 Outcome: TypeAlias = "CheckedIds | Exception"
-Text = TypeVar("Text", bound=Sized)  # its size is in characters
+Text = TypeVar("Text", bound=Sized)  # sizes in characters
 Waiting = tuple[Text, "asyncio.Future[Outcome]"]
 
 
 class Batches(Generic[Text]):
-    """Batches of one event loop."""
+    """The batches of one event loop."""
 
     def __init__(self, encode: Callable[[Sequence[Text]], Sequence[Outcome]]) -> None:
-        """`encode` must let other threads run."""
+        """`encode` must release the interpreter's lock."""
         self._encode = encode
         self._thread = WorkThreads("tokenize", 1)
         self._threads = WorkThreads("tokenize-long", LONG_AT_ONCE)
@@ -63,7 +63,7 @@ class Batches(Generic[Text]):
         room = BATCH
         while self._waiting and len(self._waiting[0][0]) <= room:
             text, found = self._waiting.popleft()
-            if not found.done():  # or its request has ended
+            if not found.done():  # its request may have ended
                 batch.append((text, found))
                 room -= len(text)
         return batch
@@ -75,10 +75,10 @@ class Batches(Generic[Text]):
         self._begin()
 
     def _read(self, texts: Sequence[Text]) -> list[Outcome]:
-        """On the thread. A text that cannot be encoded fails by itself."""
+        """Returns a batch's outcomes. Runs on the thread; a text that cannot be encoded fails alone."""
         try:
             return list(self._encode(texts))
-        except BaseException as error:  # some input might make the library panic, which is no Exception
+        except BaseException as error:  # a panic of the library is no Exception
             if len(texts) > 1:
                 return [self._read([text])[0] for text in texts]
             return [error if isinstance(error, Exception) else UnreadText(f"the model's tokenizer fails: {error}")]

@@ -1,4 +1,4 @@
-"""Token ids of a prompt, once they are known to be in the vocabulary."""
+"""Token ids of a prompt that are known to be in the vocabulary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from array import array
 
 
 class CheckedIds(array):  # type: ignore[type-arg]
-    """Token ids that are in the vocabulary: four bytes each, and nothing that the collector of garbage looks into."""
+    """Token ids in the vocabulary, four bytes each, which the garbage collector does not traverse."""
 
     @classmethod
     def of(cls, data: bytes) -> CheckedIds:

@@ -15,18 +15,18 @@ from collections.abc import Callable
 
 
 class Detokenizer:
-    """One answer's text."""
+    """Turns one answer's tokens into text."""
 
     __slots__ = ("_decoder", "_texts", "_token_bytes", "_unfinished")
 
     def __init__(self, token_bytes: Callable[[int], bytes], texts: dict[int, str]) -> None:
-        """`texts`: of tokens that are whole characters by themselves; all answers share it, and add to it."""
+        """`texts`: cache of the texts of tokens that are whole characters, shared by all answers."""
         self._token_bytes, self._texts = token_bytes, texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._unfinished = False
 
     def feed(self, token_id: int) -> str:
-        """Returns the text that is certain now."""
+        """Returns the text that is certain after this token."""
         if not self._unfinished and (known := self._texts.get(token_id)) is not None:
             return known
         began_whole = not self._unfinished
@@ -37,5 +37,5 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Returns the rest, when no token follows."""
+        """Returns the remaining text after the last token."""
         return self._decoder.decode(b"", final=True)

@@ -20,7 +20,7 @@ from tokenizers import models
 
 from tandem.vocabulary import parts_of
 
-# Kinds that are known to work on one stretch at a time. With any other kind nothing is divided.
+# Kinds known to work on each stretch by itself. With any other kind texts are not divided.
 NORMALIZERS = frozenset(
     {
         "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend",
@@ -35,21 +35,21 @@ PRE_TOKENIZERS = frozenset(
 )  # fmt: skip
 PROCESSORS = frozenset({"BertProcessing", "ByteLevel", "RobertaProcessing", "TemplateProcessing"})
 MODELS = (models.BPE, models.Unigram, models.WordLevel, models.WordPiece)
-# Of the beginnings and ends of all tokens, which are compared: 60,000 tokens of common lengths have fewer.
+# The most beginnings and ends of tokens to compare: 60,000 tokens of common lengths have fewer.
 MOST_CHARACTERS = 2**25
-# A model with one of these draws its tokens by lot.
+# A model with one of these tokenizes at random.
 CHANCE = ("dropout", "alpha", "nbest_size")
 
 
 def dividers_of(tokenizer: tokenizers.Tokenizer) -> list[str]:
-    """Returns the texts of its dividers, of prompts without the special tokens that a post-processor adds.
+    """Returns the tokenizer's dividers, for prompts without a post-processor's special tokens.
 
-    There are none where any part of the tokenizer is not known to allow them.
+    There are none if any part of the tokenizer is not known to allow them.
     """
     if not (_encodes_stretches(tokenizer) and _adds_nothing(tokenizer)):
         return []
     found = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.normalized]
-    # A single word is none beside some characters. One that takes the spaces after it does so as well where it leads.
+    # A token that is a single word matches only between some characters. One that strips spaces does so anywhere.
     always = {token.content for token in found if not token.single_word}
     if sum(len(token.content) ** 2 for token in found) > MOST_CHARACTERS:
         return []
@@ -68,7 +68,7 @@ def _encodes_stretches(tokenizer: tokenizers.Tokenizer) -> bool:
 
 
 def _adds_nothing(tokenizer: tokenizers.Tokenizer) -> bool:
-    """True if ids stay as they are where no special tokens are asked for."""
+    """True if the post-processor changes nothing when no special tokens are asked for."""
     if tokenizer.truncation or tokenizer.padding or not _kinds(tokenizer.post_processor) <= PROCESSORS:
         return False
     templates = (part["single"] for part in parts_of(tokenizer.post_processor) if part["type"] == "TemplateProcessing")
@@ -80,7 +80,7 @@ def _kinds(component: Any) -> set[str]:
 
 
 def _overlapping(tokens: set[str], others: Iterable[str]) -> set[str]:
-    """Returns the tokens that one of the others, or the same at another place, may overlap in some text."""
+    """Returns the tokens that another token, or the same one elsewhere, may overlap in some text."""
     found, lengths = set[str](), {len(token) for token in tokens}
     heads = {token[:end] for token in tokens for end in range(1, len(token))}
     for other in others:

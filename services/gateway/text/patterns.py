@@ -1,4 +1,4 @@
-r"""Patterns by which the tokenizers of known families cut texts: none takes long over any text.
+r"""Patterns by which tokenizers of known families split texts: none is slow on any text.
 
 The library's search may try ten million ways for each character of a text before it gives up, by a pattern that is made
 for it: (a+)+$ does with a row of a's. Such a search cannot be ended. So texts of a tokenizer with any other pattern
@@ -29,7 +29,7 @@ KNOWN = frozenset(
         r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
         _CASED.replace("{tail}", f"{_CONTRACTIONS}?").replace("{numbers}", "{1,3}"),  # gpt-oss, Phi-4-mini
         _CASED.replace("{tail}", "").replace("{numbers}", ""),  # Mistral's later ones
-        r"\p{N}{1,3}",  # DeepSeek V3: this one and the next two
+        r"\p{N}{1,3}",  # DeepSeek V3: this and the next two
         "[一-龥぀-ゟ゠-ヿ]+",
         r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -43,13 +43,13 @@ KNOWN = frozenset(
 
 
 def has_known_patterns(tokenizer: tokenizers.Tokenizer) -> bool:
-    """True if reading any text with this tokenizer takes a time that grows with the text and no faster."""
+    """True if this tokenizer reads any text in linear time."""
     parts = [*parts_of(tokenizer.normalizer), *parts_of(tokenizer.pre_tokenizer)]
     return all(pattern in KNOWN for part in parts for pattern in _regexes(part))
 
 
 def _regexes(part: dict[str, Any]) -> list[Any]:
-    """Returns the patterns of a part; one that is written in Python may have any."""
+    """Returns a part's patterns; a part written in Python may have any."""
     if not part["type"]:
         return [None]
     pattern = part.get("pattern")

@@ -1,4 +1,4 @@
-"""Token ids of what texts begin with: the next turn of a conversation costs what is new in it.
+"""A cache of the token ids of texts' beginnings: a conversation's next turn costs only its new text.
 
     text         <|user|>...<|end|><|assistant|>...<|end|> ... <|end|><|assistant|>
     cuts                          1                      2                        3
@@ -25,13 +25,13 @@ from weakref import ref
 from services.gateway.text.checked_ids import CheckedIds
 
 CACHE_BYTES = 32 * 2**20
-# A stretch without its text and ids: objects, and a place in the map.
+# Bytes of a stretch besides its text and ids.
 STRETCH_BYTES = 512
 ID_BYTES = 4
 SPACING = 4096  # characters
-# Characters of a text that are searched for cuts, which holds the event loop for a few milliseconds at most.
+# Characters searched for cuts, which blocks the event loop for a few milliseconds at most.
 MOST_CUT = 2**20
-# Dividers after the last known cut that may have ended an earlier text; the last ones are tried.
+# Of the dividers after the last known cut, how many are tried as the end of an earlier text.
 MOST_ENDS = 32
 Key: TypeAlias = "tuple[int | str, str]"
 
@@ -60,7 +60,7 @@ class TextStretch:
 
 @dataclass(slots=True)
 class Untokenized:
-    """The rest of a text that is not cached, in pieces. Each but the text's first begins with the divider before it.
+    """The uncached rest of a text, in pieces. Each but the text's first begins with the divider before it.
 
     Args:
         known: the stretches before the pieces.
@@ -98,7 +98,7 @@ class Untokenized:
 
 
 class PrefixCache:
-    """Stretches of one tokenizer; the least recently used are dropped first. For one event loop."""
+    """The cached stretches of one tokenizer, least recently used dropped first. For one event loop."""
 
     def __init__(self, dividers: Sequence[str], most_bytes: int = CACHE_BYTES, spacing: int = SPACING) -> None:
         self._divider = re.compile("|".join(map(re.escape, dividers)))
@@ -109,7 +109,7 @@ class PrefixCache:
         self.num_bytes = 0
 
     def find(self, salt: str, text: str) -> Untokenized:
-        """Returns what of a text remains to be tokenized. Give it to `keep` once its pieces are joined."""
+        """Returns the part of a text that remains to be tokenized. Pass it to `keep` once its pieces are joined."""
         known, cut = self._known(salt, text)
         last, begin = known[-1] if known else None, cut
         begun = self._begun(last.number if last else salt, text, cut)
@@ -126,9 +126,9 @@ class PrefixCache:
         return Untokenized(pieces, salt, known, begun, new)
 
     def keep(self, rest: Untokenized) -> None:
-        """Caches what was made of a text.
+        """Cache a tokenized text.
 
-        A stretch counts as used after those that follow it: what is dropped first has none after it.
+        A stretch counts as used after its followers, so that a dropped one never has any.
         """
         path, made = list(rest.known), list(rest.made)
         if rest.begun:
@@ -146,7 +146,7 @@ class PrefixCache:
             self.num_bytes -= self._stretches.popitem(last=False)[1].num_bytes
 
     def _use(self, stretch: TextStretch) -> None:
-        """Makes it the last used one; it may have been dropped while a text was tokenized."""
+        """Mark a stretch as the last used one; it may have been dropped while a text was tokenized."""
         if stretch.key in self._stretches:
             self._stretches.move_to_end(stretch.key)
         else:
@@ -154,7 +154,7 @@ class PrefixCache:
             self.num_bytes += stretch.num_bytes
 
     def _known(self, salt: str, text: str) -> tuple[list[TextStretch], int]:
-        """Returns the stretches that a text begins with, of those that end where SPACING cuts, and their length."""
+        """Returns the known stretches that a text begins with, cut by SPACING, and their length."""
         known, at, after = list[TextStretch](), 0, None
         before: int | str = salt
         while True:
@@ -170,7 +170,7 @@ class PrefixCache:
             at, after, before = at + len(found.text), found.after, found.number
 
     def _begun(self, before: int | str, text: str, at: int) -> TextStretch | None:
-        """Returns the stretch with which an earlier text ended before the next cut, where this text continues it."""
+        """Returns the stretch with which an earlier text ended, if this text continues it before the next cut."""
         for _, stop in self._dividers(text, at)[: -MOST_ENDS - 1 : -1]:
             if found := self._stretches.get((before, text[at:stop])):
                 return found
@@ -185,6 +185,6 @@ class PrefixCache:
         return cuts + self._dividers(text, at)[-1:]
 
     def _dividers(self, text: str, at: int) -> list[tuple[int, int]]:
-        """Returns those between a cut and the next one."""
+        """Returns the dividers between a cut and the next one."""
         until = min(at + self._spacing + self._longest, MOST_CUT)
         return [found.span() for found in self._divider.finditer(text, at, until)]

@@ -1,4 +1,4 @@
-"""Stop strings: text passes through until one of them is complete.
+"""Stop strings: passes text on until one of them is complete.
 
     feed("Hello wor")  -> "Hello "         "wor" may begin "world!", so it is held back
     feed("ld")         -> ""               still may
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Watches one answer's text."""
+    """Searches one answer's text for stop strings."""
 
     def __init__(self, stops: Sequence[str], shown: bool = False) -> None:
-        """`shown`: the one that ends the answer is part of it."""
+        """`shown`: the stop string that ends the answer is part of it."""
         self._stops = [stop for stop in stops if stop]
         self._shown = shown
         self._held = ""
@@ -39,12 +39,12 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """The text still held back, when the answer ended without a stop string."""
+        """Returns the text still held back when the answer ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _match(self, text: str) -> int | None:
-        """The end of the answer, if a stop string is complete: that which is complete first."""
+        """Returns the answer's end by the stop string that is complete first; None if none is."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = text.find(stop)
@@ -56,7 +56,7 @@ class StopStrings:
         return best[0] if self._shown else best[1]
 
     def _may_begin(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Returns the length of the longest end of `text` that begins a stop string."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):

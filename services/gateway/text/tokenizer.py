@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer.json: text to ids, ids to text, and what one token says."""
+"""A Hugging Face tokenizer.json: text to ids, ids to text, and the text of one token."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from services.gateway.untrusted import TokenizerParts
 from tandem.process import WorkThreads
 from tandem.vocabulary import Vocabulary, as_served, load_tokenizer
 
-# Longer texts are tokenized in batches on a thread: the event loop serves other requests meanwhile.
+# Longer texts are tokenized in batches on a thread, while the event loop serves other requests.
 LONG_TEXT = 4096
 T = TypeVar("T")
 MOST_TOKENS = 2**20
-# A tokenizer whose patterns are not known may read for ever. No prompt of a model takes nearly as long.
+# Bound of a tokenizer with unknown patterns, which may never end. No prompt takes nearly as long.
 MOST_S = 30.0
 
 
@@ -40,21 +40,21 @@ class Tokenizer:
     ) -> None:
         """
         Args:
-            most: of a text. To read more of them out of the library would take too long.
-            parts: what it was assembled of, if it was.
+            most: tokens of a text; copying more from the library would take too long.
+            parts: the parts that it was assembled from, if any.
         """
         self._tokenizer, self._most = tokenizer, most
         words = {} if parts else tokenizer.get_vocab(with_added_tokens=True)
-        # A text has at least its length divided by this in tokens.
+        # The most characters of a token: a text has at least its length divided by this in tokens.
         self.longest_token = parts.longest_token if parts else max(map(len, words))
-        # All ids are below it. There may be fewer tokens than that, for not every id must have one.
+        # Bound of ids. Some ids below it may have no token.
         self.vocab_size = parts.vocab_size if parts else max(words.values()) + 1
         self._vocabulary = Vocabulary(tokenizer)
         self.token_bytes = self._vocabulary.token_bytes
         self._is_quick = has_known_patterns(tokenizer)
         self._speller, self._marks = WorkThreads("spell", 1), dict[str, tuple[int, ...]]()
-        self._texts: dict[frozenset[int], dict[int, str]] = {}  # by the tokens that are hidden
-        # Not a method of this object: with what refers to it in turn it would only be garbage that is looked for.
+        self._texts: dict[frozenset[int], dict[int, str]] = {}  # by the set of hidden tokens
+        # Not a bound method, whose reference cycle only the garbage collector would free.
         self._encode = partial(_encoded, tokenizer, most)
         self._with_special, self._without_special = (
             Batches(partial(self._encode, special)) for special in (True, False)
@@ -64,7 +64,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, most: int = MOST_TOKENS, parts: TokenizerParts | None = None) -> Tokenizer:
-        """`parts`: its tokenizer.json, taken apart.
+        """Returns a folder's tokenizer. `parts`: its tokenizer.json in parts.
 
         Raises:
             FileNotFoundError: the folder has no tokenizer.json.
@@ -80,10 +80,10 @@ class Tokenizer:
         return await self._encode_beside(Untokenized([text]), add_special_tokens)
 
     async def encode_chat(self, text: str, salt: str) -> CheckedIds:
-        """Encodes a rendered conversation, whose template adds its special tokens itself.
+        """Returns the ids of a rendered conversation, whose template adds special tokens itself.
 
         Args:
-            salt: what texts of this salt have begun with is cached.
+            salt: beginnings of texts are cached for each salt.
         """
         if len(text) < LONG_TEXT or self._prefixes is None:
             return await self.encode(text, add_special_tokens=False)
@@ -93,7 +93,7 @@ class Tokenizer:
         return ids
 
     async def encode_each(self, texts: Sequence[str]) -> list[CheckedIds]:
-        """With special tokens."""
+        """Returns the ids of texts, with special tokens."""
         if sum(map(len, texts)) < LONG_TEXT and self._is_quick:
             return [self._encode_short(text, True) for text in texts]
         return await asyncio.gather(*(self._encode_beside(Untokenized([text]), True) for text in texts))
@@ -106,11 +106,11 @@ class Tokenizer:
         return known
 
     def token_id(self, token: str) -> int | None:
-        """Returns the id of a token by its name; None where there is none."""
+        """Returns the id of a token by its name; None if there is none."""
         return self._tokenizer.token_to_id(token)
 
     def mark(self, text: str) -> str | int:
-        """The special token that it is, if it is one: no other token says so then."""
+        """Returns the id of a mark that is one special token, which nothing else spells; else its text."""
         found = self._vocabulary.added.get(text)
         return found if found in self._vocabulary.special else text
 
@@ -118,7 +118,7 @@ class Tokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool = True, shown: Collection[str] = ()) -> Detokenizer:
-        """A fresh one, for one answer. Special tokens in `shown` are text, whatever becomes of the others."""
+        """Returns the detokenizer of one answer. Special tokens in `shown` are always text."""
         hidden = self._vocabulary.special if skip_special_tokens else frozenset()
         if hidden and shown:
             hidden = hidden.difference(map(self._vocabulary.added.get, shown))
@@ -126,7 +126,7 @@ class Tokenizer:
         return Detokenizer(lambda token_id: b"" if token_id in hidden else self.token_bytes(token_id), texts)
 
     def pieces(self, token_ids: Iterable[int]) -> Iterator[str]:
-        """Yields what each token of a whole text adds to it. The library may leave a space out of its beginning."""
+        """Yields the text that each token adds to a whole text. The library may drop a space at the beginning."""
         detokenizer, begun = self.detokenizer(), False
         for token_id in token_ids:
             piece = detokenizer.feed(token_id)
@@ -137,19 +137,19 @@ class Tokenizer:
             yield piece
 
     async def spellings(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Returns the tokens of each word within a text, as it is and behind a space."""
+        """Returns the tokens of each word, as it is and after a space."""
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         return await self._in_time(self._speller.run(self._spell, texts))
 
     def _spell(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Runs on a thread: the first word that is not spelled as the model would looks at all others."""
+        """Returns the tokens of texts. Runs on a thread, as the library may be slow."""
         try:
             return [tuple(self._vocabulary.spell(text, with_special=True)) for text in texts]
-        except BaseException as error:  # where the library panics
+        except BaseException as error:  # a panic of the library
             raise UnreadText(f"the model's tokenizer fails: {error}") from None
 
     def _encode_short(self, text: str, add_special_tokens: bool) -> CheckedIds:
-        # As a batch: encode() would hold the interpreter's lock, and so the event loop, for as long as it takes.
+        # A batch of one: encode() would hold the interpreter's lock, and so block the event loop.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if len(encoding) > self._most:
             raise TooManyTokens(len(encoding))
@@ -161,11 +161,11 @@ class Tokenizer:
         return await self._encode_beside(text, add_special_tokens)
 
     async def _encode_beside(self, text: Untokenized, add_special_tokens: bool) -> CheckedIds:
-        """Encodes a text on a thread."""
+        """Returns the ids of a text, encoded on a thread."""
         return await self._in_time((self._with_special if add_special_tokens else self._without_special).encode(text))
 
     async def _in_time(self, work: Awaitable[T]) -> T:
-        """Awaits work of a thread. Raises UnreadText where it takes longer than it may."""
+        """Returns the result of work on a thread. Raises UnreadText if it exceeds its bound."""
         if self._is_quick:
             return await work
         try:
@@ -178,7 +178,7 @@ class Tokenizer:
 def _encoded(
     tokenizer: tokenizers.Tokenizer, most: int, add_special_tokens: bool, texts: Sequence[Untokenized]
 ) -> list[Outcome]:
-    """`most`: tokens of a text that are read out of the library."""
+    """Returns the outcomes of texts. `most`: tokens of a text to copy from the library."""
     pieces = [piece for text in texts for piece in text.pieces]
     found = iter(tokenizer.encode_batch_fast(pieces, add_special_tokens=add_special_tokens))
     return [_joined(text, list(islice(found, len(text.pieces))), most) for text in texts]

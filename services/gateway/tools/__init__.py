@@ -1,4 +1,4 @@
-"""Answers that call tools and think aloud: text in, what was said, thought and called out. The gateway may enter.
+"""Answers with tool calls and thoughts: splits text into content, thoughts and calls. The gateway may enter.
 
     text -> Thinking -> CallReader of the model's format -> Reading
             <think>     <tool_call>, [TOOL_CALLS], ...     gpt-oss' thoughts are in its format

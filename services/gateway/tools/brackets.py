@@ -1,4 +1,4 @@
-"""Finds the end of a bracketed text, followed as it grows: each character is looked at once."""
+"""Finds the end of a bracketed text while it grows, examining each character once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Brackets:
     def __init__(self, quotes: str, separators: str = "") -> None:
         """`quotes` are the characters that begin and end a string."""
         self._marks = re.compile(rf"\\.?|[()\[\]{{}}{quotes}{separators}]", re.DOTALL)
-        self.separators: list[tuple[int, int]] = []  # where those are that are at most two brackets deep, and how deep
+        self.separators: list[tuple[int, int]] = []  # (position, depth) of separators at most two brackets deep
         self._at = 0
         self._depth = 0
         self._quote = ""
@@ -20,10 +20,10 @@ class Brackets:
         return bool(self._quote)
 
     def end(self, text: str, start: int) -> int | None:
-        """Behind the bracket that closes the one at `start`. `text` has only grown since the last call."""
+        """Returns the position after the bracket that closes the one at `start`; None yet. `text` may only grow."""
         for found in self._marks.finditer(text, max(start, self._at)):
             mark = found[0]
-            if mark == "\\":  # what it escapes has not come yet
+            if mark == "\\":  # the escaped character is still to come
                 self._at = found.start()
                 return None
             if self._quote:

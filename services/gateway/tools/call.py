@@ -25,7 +25,7 @@ from services.gateway.tools.brackets import Brackets
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 CONTROL = re.compile(r"[\x00-\x1f]")
 SURROGATE = re.compile("[\ud800-\udfff]")
-# The parameters of each tool that was offered, by its name.
+# Parameters of the offered tools, by name.
 Schemas = Mapping[str, Mapping[str, Any]]
 
 
@@ -33,12 +33,12 @@ Schemas = Mapping[str, Mapping[str, Any]]
 class Call:
     name: str
     arguments: str  # a JSON object, as text
-    index: int = 0  # among the answer's
+    index: int = 0  # among the answer's calls
 
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A new part of call `index` of an answer: its name, once, and more of its arguments."""
+    """A new part of an answer's call `index`: its name in the first part, and more of its arguments."""
 
     index: int
     name: str
@@ -54,7 +54,7 @@ Piece = str | Thought | Call | CallPart
 
 
 def joined_parts(parts: Sequence[CallPart]) -> list[CallPart]:
-    """One of each call: clients take a second one of the same index and delta for the same again, or for another."""
+    """Returns one part for each call: clients misread several parts of one call in one delta."""
     found: dict[int, CallPart] = {}
     for part in parts:
         before = found.get(part.index)
@@ -64,30 +64,30 @@ def joined_parts(parts: Sequence[CallPart]) -> list[CallPart]:
 
 @dataclass(frozen=True, slots=True)
 class CompleteCall:
-    """A complete body: `length` characters from its begin; no calls where it was text after all."""
+    """A complete body of `length` characters; without calls if it turned out to be text."""
 
     length: int
     calls: Sequence[Call] = ()
 
 
 class CallFormat(ABC):
-    """One answer in one format."""
+    """Reads one answer in one format."""
 
-    begins: ClassVar[tuple[str, ...]] = ()  # a call begins with these, anywhere
-    opens: Sequence[str] = ()  # and with these, as the first that is said
-    closers: ClassVar[tuple[str, ...]] = ()  # may follow a call, and are not shown
+    begins: ClassVar[tuple[str, ...]] = ()  # marks that begin a call anywhere
+    opens: Sequence[str] = ()  # marks that begin a call at the answer's beginning
+    closers: ClassVar[tuple[str, ...]] = ()  # marks after a call, which are not shown
     parts: ClassVar[tuple[str, ...]] = ()  # marks within a call
-    messages: ClassVar[Mapping[str, str]] = {}  # marks of messages, by name, where thoughts and answers are such
+    messages: ClassVar[Mapping[str, str]] = {}  # marks of messages by name, in formats with messages
     ends_thinking: ClassVar[tuple[str, ...]] = ()  # a call within thoughts ends them
-    strict_tag: ClassVar[tuple[str, str] | None] = None  # around the arguments of a call of {name}, in its own format
-    id_form: ClassVar[str] = "call_{:.24}"  # of a call's id, made of one that is unique
+    strict_tag: ClassVar[tuple[str, str] | None] = None  # text around the arguments of a call of {name}
+    id_form: ClassVar[str] = "call_{:.24}"  # form of a call's id, made of a unique one
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
 
     @classmethod
     def markers(cls) -> tuple[str, ...]:
-        """Marks that may be special tokens of the model."""
+        """Returns the marks that may be special tokens of the model."""
         return (*cls.begins, *cls.parts, *cls.closers)
 
     @property
@@ -96,15 +96,15 @@ class CallFormat(ABC):
 
     @abstractmethod
     def feed(self, text: str) -> list[Piece]:
-        """Text and calls that are certain now, in order: each call behind its parts."""
+        """Returns the text and calls that are certain now, in order; a call follows its parts."""
 
     @abstractmethod
     def finish(self, cut: bool = False) -> list[Piece]:
-        """Returns the rest, when nothing follows. `cut`: the model would have gone on."""
+        """Returns the rest after the answer's end. `cut`: the answer was cut off."""
 
 
 class CallReader(CallFormat):
-    """Text with calls in it."""
+    """Reads text that contains calls."""
 
     quotes: ClassVar[str] = '"'
     separators: ClassVar[str] = ""
@@ -114,23 +114,23 @@ class CallReader(CallFormat):
         self._held = ""
         self._inside = False
         self._closing = False
-        self._ended = False  # nothing follows
-        self._cut = False  # although the model would have gone on
-        self._silent = True  # nothing but white space has been said
+        self._ended = False  # the answer ended
+        self._cut = False  # by being cut off
+        self._silent = True  # only white space so far
         self._brackets = Brackets(self.quotes, self.separators)
         self._num_calls = 0
-        self._begun: list[Call] = []  # of the body, as far as parts have reported them
+        self._begun: list[Call] = []  # the body's calls as far as reported in parts
 
     def _open(self) -> None:
-        """A body begins."""
+        """Begin a body."""
         self._inside, self._brackets, self._begun = True, Brackets(self.quotes, self.separators), []
 
     @abstractmethod
     def _take(self, text: str) -> CompleteCall | None:
-        """The body that `text` begins with; None while it is not complete."""
+        """Returns the body that `text` begins with; None while incomplete."""
 
     def _sketch(self, text: str) -> Sequence[Call]:
-        """The calls that `text`, a body that is not complete, has begun: of each so much as will not change."""
+        """Returns the calls that an incomplete body has begun, each as far as it will not change."""
         return ()
 
     def feed(self, text: str) -> list[Piece]:
@@ -146,11 +146,11 @@ class CallReader(CallFormat):
         return pieces
 
     def _unfinished(self) -> str:
-        """Returns what is text of a body that the model has not completed."""
+        """Returns the part of an uncompleted body that is text."""
         return self._held
 
     def _marked(self, text: str) -> bool:
-        """True where a body begins with what nothing but a call does."""
+        """True if the body begins with a mark that only calls have."""
         return text.startswith(self.begins)
 
     def _pieces(self) -> list[Piece]:
@@ -160,7 +160,7 @@ class CallReader(CallFormat):
         return pieces
 
     def _advance(self, pieces: list[Piece]) -> bool:
-        """Take what is certain from the front of the held text; False when more of it must come first."""
+        """Move what is certain from the held text to pieces. Returns False if more text is needed first."""
         if self._closing:
             return self._close()
         if not self._inside:
@@ -179,7 +179,7 @@ class CallReader(CallFormat):
         return True
 
     def _begin(self, calls: Sequence[Call], pieces: list[Piece]) -> None:
-        """Tell what is new of a body's calls."""
+        """Add the new parts of a body's calls to pieces."""
         for i, call in enumerate(calls):
             known = self._begun[i] if i < len(self._begun) else None
             new = call.arguments[len(known.arguments) :] if known else call.arguments
@@ -189,7 +189,7 @@ class CallReader(CallFormat):
             self._begun = list(calls)
 
     def _pass_text(self, pieces: list[Piece]) -> bool:
-        """Up to the next begin, or as far as no begin can have begun."""
+        """Pass text up to the next begin mark, or as far as none can have begun."""
         text = self._held
         opens = tuple(self.opens) if self._silent else ()
         start = len(text) - len(text.lstrip())
@@ -201,13 +201,13 @@ class CallReader(CallFormat):
         else:
             start = len(text) - (0 if self._ended else may_begin(text, self.begins))
         if not self._ended and not self._inside and _may_open(text, start, opens):
-            start = 0  # what is said first may still be a call
+            start = 0  # the beginning may still be a call
         self._say(text[:start], pieces)
         self._held = text[start:]
         return self._inside
 
     def _close(self) -> bool:
-        """Drop what may follow a call."""
+        """Drop marks that may follow a call."""
         rest = self._held.lstrip()
         for closer in self.closers:
             if rest.startswith(closer):
@@ -227,13 +227,13 @@ class CallReader(CallFormat):
 
 
 def _may_open(text: str, start: int, opens: Sequence[str]) -> bool:
-    """True if nothing is said before `start`, or only what one of `opens` begins with."""
+    """True if nothing, or only a part of one of `opens`, precedes `start`."""
     said = text[:start].lstrip()
     return any(mark.startswith(said) for mark in opens) if said else bool(opens)
 
 
 def may_begin(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins one of `marks`."""
+    """Returns the length of the longest end of `text` that begins one of `marks`."""
     for length in range(min(max(map(len, marks), default=1) - 1, len(text)), 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):
             return length
@@ -241,12 +241,12 @@ def may_begin(text: str, marks: Sequence[str]) -> int:
 
 
 def begun(mark: str) -> str:
-    """A pattern of what begins a mark, or is it."""
+    """Returns a pattern that matches a mark or any beginning of it."""
     return "(?:".join(map(re.escape, mark)) + ")?" * (len(mark) - 1)
 
 
 def call_of(value: Any) -> Call | None:
-    """From {"name": ..., "arguments" or "parameters": {...}}."""
+    """Returns the call in {"name": ..., "arguments" or "parameters": {...}}; None if it is none."""
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
         return None
     arguments = value.get("arguments", value.get("parameters"))
@@ -256,7 +256,7 @@ def call_of(value: Any) -> Call | None:
 
 
 def json_text(text: str) -> str:
-    """JSON as a model writes it, with the control characters in its strings escaped: as it stands, but strict JSON."""
+    """Returns a model's JSON as strict JSON: unchanged, but with control characters in strings escaped."""
     return STRING.sub(_escaped, text) if CONTROL.search(text) else text
 
 
@@ -265,7 +265,7 @@ def _escaped(string: re.Match[str]) -> str:
 
 
 def parsed(text: str) -> Any:
-    """JSON, or None; half of a surrogate pair is in no text that can be sent."""
+    """Returns parsed JSON; None if it is malformed or has a lone surrogate, which cannot be sent."""
     try:
         found = json.loads(text, strict=False, parse_constant=_refuse)
         if "\\u" in text:
@@ -276,12 +276,12 @@ def parsed(text: str) -> Any:
 
 
 def may_be_json(text: str) -> bool:
-    """True while more text could make it JSON."""
+    """True while the text could become JSON."""
     text = json_text(text)
     try:
         from_json(text, allow_partial=True, allow_inf_nan=False)
         json.loads(text)
-    except json.JSONDecodeError as error:  # the parser above takes anything at all behind a complete value
+    except json.JSONDecodeError as error:  # `raw_decode` accepts anything after a complete value
         return error.pos == len(text) or not error.msg.startswith("Expecting ',' delimiter")
     except RecursionError:
         return True

@@ -1,4 +1,4 @@
-"""Custom tools: functions of one text, `input`, which a grammar may hold to a form."""
+"""Custom tools: functions of one text, `input`, optionally constrained by a grammar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = '"input"'
 
 
 def text_function(said: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the description, parameters and `strict` of the function that a custom tool is for the model.
+    """Returns the description, parameters and `strict` of a custom tool's function.
 
     Raises:
         InvalidRequest
@@ -40,11 +40,11 @@ def text_function(said: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 class OnlyString:
-    """The value in {"input": "value"}, as its JSON comes. What has no such value is the value itself."""
+    """Reads the value in {"input": "value"} while its JSON is written. A text of another form is the value itself."""
 
     HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
     MAY_BE_HEAD = re.compile(rf"\s*(?:\{{\s*(?:{KEY}\s*(?::\s*)?|{begun(KEY)})?)?")
-    # Text up to where the string ends, or so far as no escape is cut in it; both halves of a character in one piece.
+    # Text up to the string's end, or up to an incomplete escape; surrogate pairs stay in one piece.
     WHOLE = re.compile(
         r'(?:[^"\\]|\\[^u]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*'
     )
@@ -54,7 +54,7 @@ class OnlyString:
         self._state = "before"
 
     def feed(self, text: str) -> str:
-        """The part of the value that is certain now."""
+        """Returns the new part of the value that is certain."""
         self._held += text
         if self._state == "before" and (head := self.HEAD.match(self._held)):
             self._held, self._state = self._held[head.end() :], "within"
@@ -73,7 +73,7 @@ class OnlyString:
         return _unescaped(whole[0])
 
     def rest(self) -> str:
-        """At the end, where no value has begun: all of it."""
+        """Returns the whole text at its end, if no value has begun."""
         return self._held if self._state == "before" else ""
 
 

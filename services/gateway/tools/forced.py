@@ -1,4 +1,4 @@
-"""Calls that a grammar forces: a list of them, or the arguments of the one that was named. No format of any model."""
+"""Calls that a grammar forces: a list of calls, or the arguments of the named tool. In no model's own format."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ LIST = "[, \t\r\n]"
 
 
 class ForcedCalls(JsonCalls):
-    """[{"name": "f", "arguments": {...}}, ...]: each call as soon as it is complete."""
+    """Reads [{"name": "f", "arguments": {...}}, ...]: returns each call once it is complete."""
 
     begins = ("{",)
     closers = (",",)
 
     def __init__(self, schemas: Schemas) -> None:
         super().__init__(schemas)
-        self._between = True  # nothing but the list's own marks has come since the last call
+        self._between = True  # only the list's own marks since the last call
 
     def feed(self, text: str) -> list[Piece]:
         return self._unlisted(super().feed(text))
@@ -27,7 +27,7 @@ class ForcedCalls(JsonCalls):
         return self._unlisted(super().finish(cut))
 
     def _unlisted(self, pieces: list[Piece]) -> list[Piece]:
-        """Without the marks of the list."""
+        """Returns pieces without the list's marks."""
         found: list[Piece] = []
         for piece in pieces:
             if isinstance(piece, str) and self._between:
@@ -42,7 +42,7 @@ class ForcedCalls(JsonCalls):
 
 
 class NamedCall(CallReader):
-    """{...}: the arguments, and nothing else."""
+    """Reads {...}: the arguments alone."""
 
     begins = ("{",)
 

@@ -35,13 +35,13 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additio
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """At least one tool, and leave to call it."""
+    """The tools that an answer may call, at least one."""
 
-    tools: Sequence[Mapping[str, Any]]  # for the chat template: functions as the client gave them
-    schemas: Mapping[str, Mapping[str, Any]]  # parameters by name, of those that may be called
+    tools: Sequence[Mapping[str, Any]]  # for the chat template: functions as the client sent them
+    schemas: Mapping[str, Mapping[str, Any]]  # parameters of callable tools, by name
     strict: frozenset[str]
     custom: frozenset[str]
-    places: Mapping[str, str]  # of the schemas in `tools` of the body, by name
+    places: Mapping[str, str]  # where the schemas are in the body's `tools`, by name
     required: bool
     named: str | None
     parallel: bool
@@ -50,20 +50,20 @@ class ToolUse:
 @dataclass(frozen=True, slots=True)
 class _Choice:
     mode: str = "auto"
-    names: Sequence[tuple[str, str]] = ()  # of the tools that may be called, each with its place; none: all may
-    named: bool = False  # the one tool must be called
+    names: Sequence[tuple[str, str]] = ()  # callable tools with their places in the body; empty: all
+    named: bool = False  # the named tool must be called
 
 
 @dataclass(frozen=True, slots=True)
 class _Tool:
     function: Mapping[str, Any]
-    shown: Mapping[str, Any]  # to the chat template
+    shown: Mapping[str, Any]  # as the chat template gets it
     place: str
     is_custom: bool = False
 
 
 def read_tools(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> ToolUse | None:
-    """None where no tool may be called.
+    """Returns the tools of a request; None if none may be called.
 
     Raises:
         InvalidRequest
@@ -96,7 +96,7 @@ def read_tools(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) 
 
 
 def read_call(call: Any, param: str) -> Mapping[str, Any]:
-    """A call of an earlier answer, its arguments as an object: so templates want them.
+    """Returns a call of an earlier answer with arguments as an object, as templates want them.
 
     Raises:
         InvalidRequest
@@ -118,7 +118,7 @@ def read_call(call: Any, param: str) -> Mapping[str, Any]:
 
 
 def past_arguments(said: Any, param: str) -> Mapping[str, Any]:
-    """Returns the arguments of an earlier call. Of a call that a model has written wrongly, it sees what it wrote.
+    """Returns the arguments of an earlier call; malformed ones as the text that the model wrote.
 
     Raises:
         InvalidRequest

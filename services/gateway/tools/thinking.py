@@ -1,4 +1,5 @@
-"""Thoughts before an answer: <think>...</think>, [THINK]...[/THINK]; in Granite 3.3 <response>...</response> behind."""
+"""Thoughts before an answer: <think>...</think>, [THINK]...[/THINK]; in Granite 3.3 <response>...</response> follows.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ class Tags:
 
     begin: str
     end: str
-    around: tuple[str, str] = ("", "")  # the answer behind thoughts; not shown
+    around: tuple[str, str] = ("", "")  # marks around the answer after thoughts; not shown
 
     def opened_by(self, prompt: str) -> bool:
         """True if a prompt's end is already within thoughts."""
         return prompt.rstrip().endswith(self.begin)
 
 
-# By the names that --reasoning-parser takes.
+# By name for --reasoning-parser.
 TAGS = {
     "granite": Tags("<think>", "</think>", around=("<response>", "</response>")),
     "think": Tags("<think>", "</think>"),
@@ -33,7 +34,7 @@ TAGS = {
 
 
 def detect_tags(template: str) -> str | None:
-    """By either mark; "<|end|>" is in other templates, too."""
+    """Returns the name of a template's tags. Both marks are tried, as "<|end|>" is in other templates, too."""
     for name, tags in TAGS.items():
         shown = tags.begin in template or (tags.end in template and tags.end != "<|end|>")
         if shown and tags.around[0] in template:
@@ -42,13 +43,13 @@ def detect_tags(template: str) -> str | None:
 
 
 class Thinking:
-    """Splits one answer. White space around thoughts is not theirs."""
+    """Splits one answer into thoughts and text, dropping white space around thoughts."""
 
     def __init__(self, tags: Tags, opened: bool, ends: Sequence[str]) -> None:
         """
         Args:
             opened: the prompt ends within thoughts.
-            ends: what ends thoughts and is no part of them, other than their own end.
+            ends: other marks that end thoughts.
         """
         self._tags = tags
         self._ends = (tags.end, *ends)
@@ -63,7 +64,7 @@ class Thinking:
         return self._state == "thinking"
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Thoughts and other text that are certain now."""
+        """Returns the thoughts and the text that are certain now."""
         self._held += text
         if self._state == "before":
             self._look_for_begin()
@@ -107,7 +108,7 @@ class Thinking:
 
 
 class _Unwrapped:
-    """An answer without the marks around it."""
+    """Removes the marks around an answer."""
 
     def __init__(self, begin: str, end: str) -> None:
         self._begin, self._held = begin, ""

@@ -1,7 +1,7 @@
-"""Chat templates and tokenizers of models, which may do harm. The gateway may enter.
+"""Untrusted code of models: chat templates and tokenizers. The gateway may enter.
 
-A template is a program, and a tokenizer has patterns that may take for ever. Helper processes run them: they import
-this room and nothing else of the gateway.
+A template is a program, and a tokenizer's patterns may never end. Helper processes run them, and import only this
+room of the gateway.
 """
 
 from services.gateway.untrusted.chat_template import (

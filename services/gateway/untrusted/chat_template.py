@@ -1,4 +1,4 @@
-"""A model's chat template: messages to the text the model was trained on, rendered as transformers does it."""
+"""A model's chat template: turns messages into the model's prompt, exactly as transformers does."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from services.gateway.untrusted.environment import compiled
 from services.gateway.untrusted.probing import TemplateFacts, probe
 from services.gateway.untrusted.shapes import ChatShape
 
-# What clients call the roles, and what templates do.
+# Roles by the client's names, and what templates call them.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-# Behind content that is to be continued, to find its end in what the template has made of it.
+# Put after content that is to be continued, to find its end in the rendered text.
 CONTINUED = "CONTINUED_FROM_HERE_ONWARD "
 MAX_REASON = 500
 KEPT_TEMPLATES = 64
 
 
 class TemplateRefused(ValueError):
-    """The template does not take these messages; the text says why."""
+    """The template refuses these messages; the text names the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ DEFAULTS = TemplateOptions()
 
 
 class ChatTemplate:
-    """Nothing is compiled before it is asked for. Another process gets the source, and what is known of it.
+    """A chat template, compiled when first used. It is pickled as its source and its facts.
 
     Args:
         tokens: the special tokens by role: bos_token, eos_token, ...
-        for_tools: the template that takes its place where tools are offered.
+        for_tools: the template to use where tools are offered.
         facts: what a probe has found out.
     """
 
@@ -63,7 +63,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """All that it is made of, to be searched."""
+        """The source of all its templates, to be searched."""
         return f"{self._source}\n{self._for_tools.source}" if self._for_tools else self._source
 
     @cached_property
@@ -127,7 +127,7 @@ class ChatTemplate:
             )  # fmt: skip
         except MemoryError:
             raise
-        except Exception as error:  # a template may raise whatever Python can
+        except Exception as error:  # a template may raise any exception
             raise TemplateRefused(_reason(error)) from None
 
 
@@ -138,7 +138,7 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _marked(message: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """Returns the message with a mark behind its content, and the text before the mark."""
+    """Returns the message with a mark after its content, and the text before the mark."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + CONTINUED}, content
@@ -147,7 +147,7 @@ def _marked(message: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 def _up_to_mark(text: str, content: str) -> str:
-    """Returns a prompt without what the template has put behind its last message."""
+    """Returns a prompt without what the template wrote after its last message."""
     end = text.rfind(CONTINUED.strip())
     if end < 0 or content.strip() not in text[:end]:
         raise TemplateRefused("the last message is not in the prompt as it is, so it cannot be continued")

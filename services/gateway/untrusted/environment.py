@@ -1,7 +1,7 @@
 """The Jinja environment that transformers renders chat templates in: its blocks, tags, filters and globals.
 
-A template is somebody else's program. Jinja's sandbox keeps it from Python's insides, not from using up time or memory:
-gateways compile and render in a helper process alone.
+A template is untrusted code. Jinja's sandbox keeps it from Python's internals but does not bound time or memory, so
+gateways compile and render only in a helper process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Probes of a chat template: some messages are rendered, to see which it shows, and in which form.
+"""Probes of a chat template: renders some messages to see which it shows, and in which form.
 
 system message     shown first? shown where it stands behind others?
 content            as text, as a list of parts, or either: templates of models that see pictures may want parts
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
-Render: TypeAlias = "Callable[[Sequence[Message]], str | None]"  # None where the template refuses the messages
+Render: TypeAlias = "Callable[[Sequence[Message]], str | None]"  # None if the template refuses the messages
 Form = Literal["text", "parts", "either"]
 FIRST, SECOND = "message one", "message two"
-# Parts that are shown as the text of a Python or JSON object are not shown as a message.
+# Text of parts that a template printed as a Python or JSON object, which does not count as shown.
 SERIALIZED = re.compile(rf"""["']text["']:\s*["'](?:{FIRST}|{SECOND})""")
 CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": "probe", "arguments": {}}}
-# Messages before and behind the one that is looked at, by its role.
+# Messages before and after the examined one, by its role.
 AROUND: Mapping[str, tuple[Sequence[Message], Sequence[Message]]] = {
     "user": ((), ()),
     "assistant": (({"role": "user", "content": "a"},), ({"role": "user", "content": "b"},)),

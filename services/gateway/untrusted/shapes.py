@@ -1,4 +1,4 @@
-"""Chats as a model's template reads them, where its template wants another shape than most do.
+"""Chats reshaped for templates that want another shape than most do.
 
 most         calls in `tool_calls`, their arguments as objects; results by `tool`; tools as `tools`
 gpt-oss      one call a message, its result behind it; thoughts as `thinking`, and none beside text that leads to a call
@@ -48,7 +48,7 @@ class ChatShape:
         return [{**made[0], "tools": self._system_tools(tools)}, *made[1:]]
 
     def variables(self, tools: Tools, said: Mapping[str, Any]) -> dict[str, Any]:
-        if self._channels:  # its template adds descriptions to text
+        if self._channels:  # this template adds descriptions to text
             tools = [{**tool, "function": _described(tool["function"])} for tool in tools]
         found = {"tools": list(tools) or None, **said}
         if self._xml_tools and tools:
@@ -92,7 +92,7 @@ def _harmony(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _deepseek(joins: bool) -> Reshape:
-    """`joins`: its template shows content that leads to calls."""
+    """Returns the reshaping for DeepSeek. `joins`: its template shows content before calls."""
 
     def reshape(messages: Sequence[Message]) -> Iterator[Message]:
         for message in messages:
@@ -108,7 +108,7 @@ def _deepseek(joins: bool) -> Reshape:
 
 
 def _deepseek_tools(form: str) -> Callable[[Tools], str]:
-    """For templates that show calls, and not what may be called."""
+    """Returns tools as text, for templates that show calls but no tools."""
 
     def told(tools: Tools) -> str:
         said = "".join(f"\n\n### {_as_text(tool['function'])}" for tool in tools)
@@ -149,7 +149,7 @@ def _glm4(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _written(calls: Callable[[list[str]], str], role: str) -> Reshape:
-    """Calls as text, of which each is JSON; results by `role`."""
+    """Returns a reshaping with calls as text, each in JSON, and results by `role`."""
 
     def reshape(messages: Sequence[Message]) -> Iterator[Message]:
         for message in messages:
@@ -169,7 +169,7 @@ def _named(function: Mapping[str, Any]) -> dict[str, Any]:
 _granite = _written(lambda calls: f"<|tool_call|>[{', '.join(calls)}]", "tool_response")
 _phi4 = _written(lambda calls: f"<|tool_call|>[{', '.join(calls)}]<|/tool_call|>", "tool_response")
 _as_hermes = _written(lambda calls: "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in calls), "tool")
-# Of templates that show no calls, by a mark.
+# Reshapings of templates that show no calls, by a mark in the template.
 SHAPES = (
     ("metadata", _glm4),
     ("message['tools']", _phi4),

@@ -1,4 +1,4 @@
-"""A large tokenizer, loaded while tokens stream: the library holds the interpreter's lock for as long as it parses one.
+"""A large tokenizer in parts, so that tokens stream while it loads: parsing holds the interpreter's lock throughout.
 
     helper process    tokenizer.json ──> TokenizerParts: JSON in pieces, which are checked to make the same tokenizer
     thread            each piece is parsed, then handed to the model as that asks for it; others run in between
@@ -20,12 +20,12 @@ from tokenizers.models import BPE, Unigram
 
 from tandem.containment import Bounds
 
-# Smaller files are parsed in less time than anyone notices.
+# Smaller files are parsed quickly enough.
 SMALL_BYTES = 512 * 1024
 PIECE = 2000
-# The library reads added tokens under the lock, and no model has nearly as many.
+# The library reads added tokens under the lock; no model has nearly this many.
 MOST_ADDED = 2**16
-# A kind that is not taken apart is read at once, which may not take long.
+# Files of other kinds are parsed whole, so they must be small.
 MOST_WHOLE = 16 * 2**20
 LIMITS = Bounds(cpu_s=30.0, wall_s=60.0, memory_bytes=3 * 2**30, is_last=True)
 OPTIONS = {
@@ -80,7 +80,7 @@ class TokenizerParts:
 
 
 def check_tokenizer(path: str) -> None:
-    """Loads a tokenizer.json, in a helper process: what that survives, a gateway does.
+    """Load a tokenizer.json in a helper process, to see that it does no harm.
 
     Raises:
         ValueError: it is malformed.
@@ -89,16 +89,16 @@ def check_tokenizer(path: str) -> None:
 
 
 def parts_of(path: str) -> TokenizerParts | None:
-    """Takes a tokenizer.json apart, in a helper process; returns None where it is not of BPE's or Unigram's kind.
+    """Returns a tokenizer.json in parts, divided in a helper process; None for kinds other than BPE and Unigram.
 
     Raises:
-        ValueError: it is malformed, or so long that it would have to be taken apart.
+        ValueError: it is malformed, or too long for its kind.
     """
     data = Path(path).read_bytes()
     whole = _loaded(data, path)
     try:
         text = whole.to_str()
-        # The library reads some scores of Unigram's by a last bit differently.
+        # The library parses some of Unigram's scores to a different last bit.
         parts = _apart(orjson.loads(text if isinstance(whole.model, Unigram) else data))
         if parts.assemble().to_str() == text:
             return parts
@@ -116,7 +116,7 @@ def _loaded(data: bytes, path: str) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # some damage makes the library panic, which is no Exception
+    except BaseException as error:  # a panic of the library is no Exception
         raise ValueError(f"{path}: {error}") from None
     if (count := len(tokenizer.get_added_tokens_decoder())) > MOST_ADDED:
         raise ValueError(f"{path}: at most {MOST_ADDED} added tokens, got {count}")
@@ -126,7 +126,7 @@ def _loaded(data: bytes, path: str) -> tokenizers.Tokenizer:
 def _apart(said: dict[str, Any]) -> TokenizerParts:
     """
     Raises:
-        Exception: it is not as expected.
+        Exception: it has another structure than expected.
     """
     model, added = said["model"], {one["content"]: one["id"] for one in said["added_tokens"]}
     options = {name: model[name] for name in OPTIONS[model["type"]] if model.get(name) is not None}
@@ -165,7 +165,7 @@ def _pieces(items: list[Any]) -> Iterator[list[Any]]:
 
 
 class _Id:
-    """A number that the library asks for by running Python, where another thread may take the lock."""
+    """A number that the library converts by running Python, so that another thread may take the lock."""
 
     __slots__ = ("_number",)
 
@@ -177,7 +177,7 @@ class _Id:
 
 
 class _Pairs(Sequence[tuple[str, Any]]):
-    """All pairs of lists in JSON, parsed as they are asked for."""
+    """The pairs of lists in JSON, parsed when they are needed."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self._pieces = pieces

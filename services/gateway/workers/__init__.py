@@ -1,4 +1,4 @@
-"""The workers as the gateway reaches them: channels, streams, mailboxes. The gateway may enter."""
+"""Connections to workers: channels, streams, mailboxes. The gateway may enter."""
 
 from services.gateway.workers.connection import WorkerConnection
 from services.gateway.workers.mailbox import Mailbox, Taker, Tokens

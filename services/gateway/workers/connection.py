@@ -1,6 +1,6 @@
-"""A channel to one incarnation of a worker, and the stream on it.
+"""A channel to one incarnation of a worker, and its stream.
 
-A worker answers while its stream is open: a killed process shows at once, a frozen one by its missing pings.
+A worker answers while its stream is open: a killed process closes it immediately, a frozen one misses pings.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tandem.v1 import prefill_pb2_grpc, process_pb2_grpc, worker_pb2_grpc
 
 
 class WorkerConnection:
-    """Owned by the pool, which closes it. `running` counts the attempts that use it."""
+    """A channel and stream that the pool owns and closes. `running`: the attempts that use it."""
 
     def __init__(
         self, info: WorkerInfo, connect: Callable[[str], aio.Channel], judge: Judge, met: bool = False
     ) -> None:
-        """`met`: the worker has answered on a connection before this one.
+        """`met`: the worker has answered on an earlier connection.
 
         Raises:
             OSError: a certificate cannot be read.
@@ -61,27 +61,27 @@ class WorkerConnection:
 
     @property
     def absent_s(self) -> float:
-        """For how long the worker has not answered, as far as it was looked at."""
+        """Returns for how many seconds the worker has not answered."""
         return 0.0 if self.connected else self._loop.time() - self._seen_at
 
     @property
     def lost(self) -> bool:
-        """True if the worker has answered once, and no longer does."""
+        """True if the worker has answered before but does not now."""
         return not self.connected and self.met
 
     @property
     def broken(self) -> str:
-        """Why the connection's task died, if it did: a bug."""
+        """Returns why the connection's task died, which is a bug; "" if it runs."""
         task = self._task
         if not task.done() or task.cancelled() or task.exception() is None:
             return ""
         return repr(task.exception())
 
     async def call(self, method: Any, request: Any, *, timeout: float) -> Any:
-        """One unary call, for an operator.
+        """Returns the reply to a unary call.
 
         Raises:
-            GatewayError: the worker's refusal, or its loss.
+            GatewayError: the worker refused, or was lost.
         """
         try:
             return await method(request, timeout=timeout)
@@ -102,7 +102,7 @@ class WorkerConnection:
         await self._channel.close(None)
 
     def _work(self, anew: bool) -> Any:
-        """gRPC would send another call down the same dead connection.
+        """Returns the worker's stream method; `anew`: on a new channel, as gRPC would reuse a dead connection.
 
         Raises:
             OSError: as the constructor does.

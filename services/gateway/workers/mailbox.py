@@ -1,4 +1,4 @@
-"""One sequence's tokens between the stream of a decode worker and the request that waits for them.
+"""The tokens of one sequence, from a decode worker's stream to the request that waits for them.
 
     put(output) ... fail(error)     by the stream's reader
     get(taker) -> new tokens        by the request: each index once, in order
@@ -28,7 +28,7 @@ class Tokens:
     ids: list[int]
     logprobs: list[llm_pb2.TokenLogprobs]
     prompt_logprobs: Sequence[llm_pb2.TokenLogprobs] = ()
-    embedding: Sequence[float] = ()  # of the prompt, instead of an answer
+    embedding: Sequence[float] = ()  # the prompt's vector, instead of tokens
 
     def add(self, new: Tokens) -> None:
         self.ids += new.ids
@@ -36,12 +36,12 @@ class Tokens:
         self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
 
 
-# Takes tokens as they are delivered; False: no more of them, before its owner was woken.
+# Takes tokens on delivery. Returns False when full; put() then queues until get() is called again.
 Taker: TypeAlias = Callable[[Tokens], bool]
 
 
 class Mailbox:
-    """Owned by one attempt, which is the only one to call `get`."""
+    """The tokens of one attempt, which alone calls `get`."""
 
     __slots__ = (
         "_outputs", "_taker", "_taker_error", "_taker_stopped", "_waiting", "_worker_id", "batch_size", "ended",
@@ -54,19 +54,19 @@ class Mailbox:
         self.next_index = next_index
         self.num_cached_tokens: int | None = None
         self.num_proposed_tokens = self.num_accepted_tokens = 0
-        self.batch_size, self.kv_usage = 0, 0.0  # of the decode worker, when it began
+        self.batch_size, self.kv_usage = 0, 0.0  # the decode worker's, when the answer began
         self.finish_reason: llm_pb2.FinishReason = llm_pb2.FINISH_REASON_UNSPECIFIED
-        self.error: GatewayError | None = None  # why the sequence has failed
-        self.ended = False  # the decode worker itself has reported the end, a failure too: it is alive
+        self.error: GatewayError | None = None  # why the sequence failed
+        self.ended = False  # the decode worker reported the end, or a failure, itself: it is alive
         self._worker_id = worker_id
         self._outputs: list[worker_pb2.SequenceOutput] = []
         self._waiting: asyncio.Future[None] | None = None
-        self._taker: Taker | None = None  # while `get` waits and was not woken
+        self._taker: Taker | None = None  # set while `get` waits and was not woken
         self._taker_stopped = False
         self._taker_error: Exception | None = None
 
     def put(self, output: worker_pb2.SequenceOutput) -> None:
-        """Hands it to the taker, if nothing is before it and it is not the answer's end; else it waits for `get`."""
+        """Hand output to the taker if nothing is queued and the answer does not end; otherwise queue it for `get`."""
         taker, waiting = self._taker, self._waiting
         if (
             taker is not None and waiting is not None and not waiting.done()
@@ -88,7 +88,7 @@ class Mailbox:
             if taker(new):
                 return
             self._taker_stopped = True
-        except Exception as error:  # the request's, and none of the others that share the stream
+        except Exception as error:  # an error of this request, not of others on the stream
             self._taker_error = error
         self._wake()
 
@@ -97,12 +97,12 @@ class Mailbox:
         self._wake()
 
     async def wait_ended(self) -> None:
-        """Until `ended`, or a failure that the worker has not reported."""
+        """Wait until `ended`, or until a failure that the worker did not report."""
         while not self.ended and self.error is None:
             await self._news()
 
     async def answered(self, reply: asyncio.Future[Any]) -> Any:
-        """Waits for a worker's reply, unless the sequence fails first: by its deadline, or the decode worker's death.
+        """Returns a worker's reply, unless the sequence fails first, by its deadline or the decode worker's death.
 
         Raises:
             GatewayError
@@ -116,7 +116,8 @@ class Mailbox:
         return answer
 
     async def get(self, taker: Taker | None = None) -> Tokens:
-        """Tokens that neither a call nor `taker` has had; perhaps none once `finish_reason` is set or `taker` stopped.
+        """Returns tokens that neither an earlier call nor `taker` got; maybe none once the answer ended or `taker` is
+        full.
 
         The answer's last tokens are never the taker's.
 
@@ -138,7 +139,7 @@ class Mailbox:
                 self._taker = None
 
     def accept(self, output: worker_pb2.SequenceOutput) -> Tokens:
-        """The tokens of `output` that were not seen before.
+        """Returns the tokens of `output` that are new.
 
         Raises:
             Internal: tokens before them are missing.
@@ -150,15 +151,15 @@ class Mailbox:
         return self._new(output, self.next_index - first)
 
     def _new(self, output: worker_pb2.SequenceOutput, num_seen: int) -> Tokens:
-        # Each field is read once, and only where it may be set: reading one costs as much as all that is done with it.
-        if self.num_cached_tokens is None:  # only of who computed the first token: it prefilled the prompt
+        # Reading a protobuf field is costly, so each is read once, and only if it may be set.
+        if self.num_cached_tokens is None:  # only the worker that computed the first token reports it
             self.num_cached_tokens = output.num_cached_tokens
         if num_proposed := output.num_proposed_tokens:
             self.num_proposed_tokens = max(self.num_proposed_tokens, num_proposed)
             self.num_accepted_tokens = max(self.num_accepted_tokens, output.num_accepted_tokens)
         if not self.batch_size and (batch_size := output.batch_size):
             self.batch_size, self.kv_usage = batch_size, output.kv_usage
-        prompt = () if self.next_index else output.prompt_logprobs  # not copied: there may be very many
+        prompt = () if self.next_index else output.prompt_logprobs  # not copied, as there may be very many
         new = Tokens(output.token_ids[num_seen:], output.logprobs[num_seen:], prompt)
         self.next_index += len(new.ids)
         return new
@@ -173,7 +174,7 @@ class Mailbox:
         return taken
 
     async def _news(self) -> None:
-        """Until something has come."""
+        """Wait for output or a failure."""
         self._waiting = asyncio.get_running_loop().create_future()
         try:
             await self._waiting

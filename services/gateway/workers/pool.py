@@ -1,4 +1,4 @@
-"""The gateway's side of every worker: one channel and one stream per incarnation.
+"""The gateway's connections to workers: one channel and one stream per incarnation.
 
     view names an incarnation  -> connection made (channel, stream task)
     view or registry names another one -> connection closed, its requests failed at once; the old one never returns
@@ -27,18 +27,18 @@ from tandem.registry import ClusterView, LiveWorker, ModelKey, Role, WorkerInfo
 log = structlog.get_logger(__name__)
 FOLLOW_S = 1.0
 MAX_REPLACED = 1024
-# A worker that has not answered for so long is called on a new channel.
+# Seconds without an answer after which a worker is called on a new channel.
 RENEW_S = 2.0
-# A worker opens its stream in far less.
+# Far longer than a worker takes to open its stream.
 MEETING_S = 1.0
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """Silent workers. `decodes_prefill`: where no prefill worker is left, decode workers prefill prompts."""
+    """How silent workers are judged. `decodes_prefill`: decode workers prefill if no prefill worker is left."""
 
-    starvation: Callable[[], float]  # of this gateway
+    starvation: Callable[[], float]  # this gateway's
     dead_here: Callable[[str], str]
     decodes_prefill: bool
 
@@ -47,7 +47,7 @@ TRUSTING = Judging(lambda: 0.0, lambda process: "", decodes_prefill=True)
 
 
 class WorkerPool:
-    """Connections to the workers of one model. `run` follows the view; `close` ends all connections."""
+    """The connections to the workers of one model. `run` follows the view; `close` ends all connections."""
 
     def __init__(
         self,
@@ -65,17 +65,17 @@ class WorkerPool:
         self._connections: dict[str, WorkerConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._stopped = False
-        # The view may still name an incarnation that the registry's last answer has replaced.
+        # The view may still name an incarnation that a later answer of the registry has replaced.
         self._replaced: deque[str] = deque(maxlen=MAX_REPLACED)
 
     @property
     def workers(self) -> list[LiveWorker]:
-        """Workers of the model, as last seen."""
+        """The model's workers as last seen."""
         return self._sort()[0]
 
     @property
     def foreign(self) -> frozenset[str]:
-        """Incarnations of workers of a model of the same name that take other tokens for a text."""
+        """Incarnations of workers with another fingerprint of the same model."""
         return self._sort()[1]
 
     @property
@@ -83,7 +83,7 @@ class WorkerPool:
         return list(self._connections.values())
 
     def connection(self, info: WorkerInfo) -> WorkerConnection:
-        """The connection to this incarnation; made if there is none.
+        """Returns the connection to this incarnation, made if there is none.
 
         Raises:
             WorkerLost: a newer incarnation has taken its place, its model takes other tokens for a text, which was not
@@ -112,31 +112,31 @@ class WorkerPool:
         return known is not None and known.info.incarnation == info.incarnation and (known.connected or known.met)
 
     def answers(self, role: Role) -> bool:
-        """True if some worker of that role answers now, whatever the registry says."""
+        """True if any worker of the role answers now, whatever the registry reports."""
         return any(connection.info.role is role for connection in self.all_connected())
 
     def all_connected(self) -> list[WorkerConnection]:
-        """Those that answer now."""
+        """Returns the connections that answer now."""
         return [connection for connection in self._connections.values() if connection.connected]
 
     def is_sole(self, info: WorkerInfo) -> bool:
-        """True where no other worker that answers could do what this one does."""
+        """True if no other answering worker could do this worker's work."""
         out = {worker.info.incarnation for worker in self.workers if worker.load.draining} | {info.incarnation}
         others = (one for one in self._connections.values() if one.info.incarnation not in out)
         roles = {info.role, Role.DECODE} if self._judging.decodes_prefill else {info.role}
         return not any(one.info.role in roles and one.stream.answers for one in others)
 
     def lost(self) -> set[str]:
-        """Incarnations that have stopped answering: dead already, whatever their lease in the registry says."""
+        """Incarnations that stopped answering: dead already, although their lease may still hold."""
         return {connection.info.incarnation for connection in self._connections.values() if connection.lost}
 
     def unmet(self) -> set[str]:
-        """Incarnations that have never answered, and have had the time to."""
+        """Incarnations that never answered although they had time to."""
         found = (one for one in self._connections.values() if one.absent_s > MEETING_S and not one.met)
         return {one.info.incarnation for one in found}
 
     def doubtful(self) -> set[str]:
-        """Incarnations that have been silent for so long that one which answers is the better choice."""
+        """Incarnations silent for so long that an answering one is the better choice."""
         return {one.info.incarnation for one in self._connections.values() if one.stream.doubtful}
 
     async def run(self) -> None:
@@ -160,7 +160,7 @@ class WorkerPool:
                 self._try(self._renew, connection)
 
     def stop(self, error: Callable[[], GatewayError]) -> None:
-        """No more sequences; those that run end with an error each. Aborts still get through."""
+        """Accept no more sequences and end running ones by an error each. Aborts are still sent."""
         self._stopped = True
         for connection in self._connections.values():
             connection.stream.stop(error)
@@ -171,7 +171,7 @@ class WorkerPool:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _sort(self) -> tuple[list[LiveWorker], frozenset[str]]:
-        """Sorted once for each time that the view is read."""
+        """The model's workers and the foreign incarnations, sorted once for each refresh of the view."""
         if self._sorted[0] is not self._view.workers:
             named = [worker for worker in self._view.workers if worker.info.model == self._model.name]
             workers = [worker for worker in named if worker.info.key == self._model]
@@ -187,7 +187,7 @@ class WorkerPool:
         return made
 
     def _renew(self, connection: WorkerConnection) -> None:
-        """A channel keeps the certificate that it was made with: the worker may answer one made now."""
+        """Replace a silent worker's channel: a channel keeps the certificate it was made with."""
         self._retire(connection, "it does not answer")
         self._make(connection.info, connection.met)
 

@@ -28,24 +28,24 @@ from tandem.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
 RECONNECT_S = 0.1
-# By gRPC of an address where no process listens: this incarnation is no more.
+# gRPC's text for an address where no process listens: the incarnation is dead.
 REFUSED = "connection refused"
 CONNECT_WAIT_S = 1.5
 # Statuses of an ended stream over a connection that stands: a worker sends the first one to a gateway that was silent,
 # and gRPC reports a cancelled handler as either of the others.
 SENT_BY_A_PEER = {StatusCode.ABORTED, StatusCode.CANCELLED, StatusCode.INTERNAL}
-# Who has said nothing for so long, where three pings should have come, may be dead.
+# A worker that is silent for this long, in which three pings were due, may be dead.
 SUSPECT_S = 0.9
-# A message is sent when it has grown so large, whatever else waits: long prompts share no limit with others.
+# A message of this size is sent without waiting for more, so that long prompts share no size limit with others.
 FULL_BYTES = 2**20
 Reply: TypeAlias = "asyncio.Future[Any]"
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """The readings that decide when a silent worker is dead.
+    """Readings that decide when a silent worker counts as dead.
 
-    is_sole: whether no other could take its place. dead_here: what this host's kernel says of a process of its own.
+    is_sole: True if no other worker could take its place. dead_here: how its process died, if this host's kernel knows.
     """
 
     starvation: Callable[[], float]
@@ -54,38 +54,38 @@ class Judge:
 
 
 class WorkerStream:
-    """`run` is a task of the connection that made this. A reply is what was asked for, or the GatewayError instead."""
+    """The stream to one incarnation; its connection runs `run` as a task. A reply is a result or a GatewayError."""
 
     def __init__(self, worker: WorkerInfo, call: Callable[[bool], Any], judge: Judge) -> None:
-        """`call(anew)`: a Work call; on another channel than the last one's, where that has gone silent."""
+        """`call(anew)`: makes a Work call, on a new channel if the last one's went silent."""
         self.open = asyncio.Event()
         self._worker = worker
         self._call, self._judge = call, judge
         self._liveness = Liveness(asyncio.get_running_loop().time())
-        self._silent = ""  # why the last call was given up
-        self._ended_by_worker = False  # which lives: it took this gateway for dead
+        self._silent = ""  # why the last call was ended
+        self._ended_by_worker = False  # the worker is alive: it took this gateway for dead
         self._mailboxes: dict[str, Mailbox] = {}
         self._asked: dict[str, Reply] = {}
         self._aborting: dict[str, Reply] = {}
         self._unsent: deque[worker_pb2.WorkRequest] = deque()
-        self._unsent_bytes = 0  # of the last one
+        self._unsent_bytes = 0  # size of the last unsent message
         self._to_send = asyncio.Event()
-        self._waiting: set[Reply] = set()  # for the stream to be open
+        self._waiting: set[Reply] = set()  # replies to set once the stream is open
         self._closed_because = ""
         self._stopped: Callable[[], GatewayError] | None = None
 
     def __len__(self) -> int:
-        """Sequences that wait for something from here."""
+        """Returns the number of sequences on this stream."""
         return len(self._mailboxes.keys() | self._asked.keys())
 
     # --- out ---
 
     def attach(self, request_id: str, num_prior_tokens: int = 0) -> Mailbox:
-        """For the tokens behind `num_prior_tokens`.
+        """Returns a mailbox for the tokens after the first `num_prior_tokens`.
 
         Raises:
             WorkerLost: the stream is not open.
-            GatewayError: it was stopped.
+            GatewayError: the stream was stopped.
         """
         self._check_open()
         mailbox = self._mailboxes[request_id] = Mailbox(request_id, self._worker.worker_id, num_prior_tokens)
@@ -95,7 +95,7 @@ class WorkerStream:
         self._mailboxes.pop(mailbox.request_id, None)
 
     def reserve(self, reservation: worker_pb2.Reservation) -> Reply:
-        """Answered with Reserved; `abort` ends it.
+        """Send a reservation. Returns the future Reserved; `abort` ends it.
 
         Raises:
             GatewayError: as `attach`, or the request is too large for a message.
@@ -105,7 +105,7 @@ class WorkerStream:
         return reply
 
     def prefill(self, prefill: worker_pb2.Prefill) -> Reply:
-        """Answered with Prefilled; `abort` ends it.
+        """Send a prefill. Returns the future Prefilled; `abort` ends it.
 
         Raises:
             GatewayError: as `reserve`.
@@ -115,7 +115,7 @@ class WorkerStream:
         return reply
 
     def abort(self, request_id: str) -> Reply:
-        """Answered with None once the worker holds nothing for it, or when the stream is not there any more."""
+        """Abort a sequence. Returns a future that is done once the worker holds nothing for it, or the stream ended."""
         self._asked.pop(request_id, None)
         reply = asyncio.get_running_loop().create_future()
         if self.open.is_set():
@@ -126,7 +126,7 @@ class WorkerStream:
         return reply
 
     async def wait_open(self, deadline: float) -> None:
-        """Until the stream is open, or nobody is there to open it: then asking fails.
+        """Wait until the stream is open, or cannot be opened: then sending fails.
 
         Raises:
             WorkerLost: not within CONNECT_WAIT_S, longer where this gateway is starved.
@@ -162,7 +162,7 @@ class WorkerStream:
             raise WorkerLost(self._worker.worker_id, self._closed_because or "its stream is not open")
 
     def _message(self, size: int) -> worker_pb2.WorkRequest:
-        """That takes an entry of so many bytes: the last one until it has FULL_BYTES."""
+        """Returns the message to add an entry of `size` bytes to: the last one until it has FULL_BYTES."""
         if not self._unsent or self._unsent_bytes >= FULL_BYTES:
             self._unsent.append(worker_pb2.WorkRequest())
             self._unsent_bytes = 0
@@ -185,7 +185,7 @@ class WorkerStream:
             self.fail(self._closed_because or "the gateway is stopping")
 
     def fail(self, reason: str, *, ended: bool = True) -> None:
-        """End every sequence of this stream with an error. `ended`: the worker's process may have."""
+        """End every sequence of this stream by an error. `ended`: the worker's process may have died."""
         was_open = self.open.is_set()
         self.open.clear()
         self._unsent.clear()
@@ -204,19 +204,19 @@ class WorkerStream:
             log.warning("stream ended", worker=self._worker.worker_id, reason=reason, failed=failed)
 
     def close(self, reason: str) -> None:
-        """This incarnation is dead: nothing more may be sent to it."""
+        """Send nothing more, as this incarnation is dead."""
         self._closed_because = reason
         self.fail(reason)
         self._decided()
 
     def stop(self, error: Callable[[], GatewayError]) -> None:
-        """No more sequences; those that run end with an error each. The stream itself stays."""
+        """Accept no more sequences and end running ones by an error each. The stream stays open."""
         self._stopped = error
         for mailbox in self._mailboxes.values():
             mailbox.fail(error())
 
     async def _talk(self) -> str:
-        """One call, until it breaks; returns why."""
+        """Run one call until it breaks. Returns why."""
         try:
             call = self._call(bool(self._silent))
         except OSError as error:
@@ -253,7 +253,7 @@ class WorkerStream:
         return "its stream ended"
 
     async def _watch(self, call: Any) -> None:
-        """Send pings, and end the call once its worker is to be taken for dead."""
+        """Send pings, and end the call once its worker counts as dead."""
         now = asyncio.get_running_loop().time
         while not (dead := self._dead(now())):
             if self.open.is_set() and self._liveness.ping_due(now()):
@@ -263,7 +263,7 @@ class WorkerStream:
         call.cancel()
 
     def _dead(self, now: float) -> str:
-        """Why the worker is to be taken for dead, if it is."""
+        """Returns why the worker counts as dead, or ""."""
         liveness, is_open = self._liveness, self.open.is_set()
         if liveness.silent_s(now) < SUSPECT_S or (is_open and not liveness.pings):
             return ""
@@ -273,7 +273,7 @@ class WorkerStream:
         return "it is silent" if liveness.lost(now) else ""
 
     async def _write(self, call: Any) -> None:
-        """Sends what was gathered since the last message as the next one, up to FULL_BYTES and one entry more."""
+        """Send the entries gathered since the last message, up to FULL_BYTES and one entry more."""
         try:
             while True:
                 await self._to_send.wait()
@@ -281,19 +281,19 @@ class WorkerStream:
                 while self._unsent:
                     await call.write(self._unsent.popleft())
         except (aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the reader gets the error
+            return  # the reader raises the error
 
     # --- in ---
 
     @property
     def answers(self) -> bool:
-        """True while it is open and its worker not silent."""
+        """True while the stream is open and its worker not silent."""
         now = asyncio.get_running_loop().time()
         return self.open.is_set() and now - self._liveness.heard_at < SUSPECT_S
 
     @property
     def doubtful(self) -> bool:
-        """True while it is open and nothing but what its worker said of its starvation speaks for the worker's life."""
+        """True while only the starvation that the worker reported speaks for its being alive."""
         liveness = self._liveness
         return self.open.is_set() and liveness.pings and liveness.doubtful(asyncio.get_running_loop().time())
 
@@ -311,7 +311,7 @@ class WorkerStream:
             self._closed_because = f"it was restarted: incarnation {incarnation} answers"
 
     def _decided(self) -> None:
-        """Wake those who wait for it: it is open, or there is nobody to open it."""
+        """Wake tasks that wait for the stream: it is open, or cannot be opened."""
         for waiting in self._waiting:
             _answer(waiting, None)
 
@@ -331,7 +331,7 @@ class WorkerStream:
         for request_id in message.released:
             _answer(self._aborting.pop(request_id, None), None)
         if message.num_sent:
-            # In its turn: behind all the requests that now have tokens to pass on.
+            # In its turn, after the requests that now have tokens to pass on.
             asyncio.get_running_loop().call_soon(self._report_passed_on, message.num_sent)
 
     def _report_passed_on(self, num_outputs: int) -> None:

@@ -1,4 +1,4 @@
-"""GET /v1/models: what is served here, for OpenAI's clients and Anthropic's."""
+"""GET /v1/models: the models served here, for OpenAI's and Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_models(app: FastAPI, directory: ModelDirectory) -> None:
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
-        """The models served here, LoRA adapters included; for OpenAI's clients and Anthropic's."""
+        """Lists the models served here, LoRA adapters included."""
         found = cards(request)
         return {
             "object": "list", "data": found, "has_more": False,
@@ -29,7 +29,7 @@ def add_models(app: FastAPI, directory: ModelDirectory) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> dict[str, Any]:
-        """One model."""
+        """Describes one model."""
         for card in cards(request):
             if card["id"] == name:
                 return card
@@ -51,13 +51,13 @@ def _card(listed: Listed, directory: ModelDirectory) -> dict[str, Any]:
 
 
 def _card_asleep(status: ModelStatus) -> dict[str, Any]:
-    """Its workers would say more of it."""
+    """Returns the description of a sleeping model, of which less is known."""
     starts = {"state": status.state, "starts_in_s": status.left_s, "reason": status.reason or None}
     return {**_named(status.name, 0), "root": status.name, "parent": None, **starts}
 
 
 def _named(name: str, created: int) -> dict[str, Any]:
-    """Its name, as OpenAI's clients want it and as Anthropic's do."""
+    """Returns a model's name and date in the fields of OpenAI and of Anthropic."""
     at = datetime.fromtimestamp(created, UTC).isoformat()
     return {
         "id": name, "object": "model", "created": created, "owned_by": "tandem", "type": "model", "display_name": name,

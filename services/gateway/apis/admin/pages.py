@@ -1,4 +1,4 @@
-"""Pages for browsers: the API's description at /docs, by files of this machine, and the way there from /."""
+"""Pages for browsers: the API's description at /docs, by files of this machine, and a redirect from / to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_pages(app: FastAPI) -> None:
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
-        """Its links are relative: they hold behind a proxy's path, too."""
+        """Returns the page. Its links are relative, so that they hold behind a proxy's path."""
         return get_swagger_ui_html(
             openapi_url="./openapi.json", title=app.title, swagger_js_url=f"{FILES}/swagger-ui-bundle.js",
             swagger_css_url=f"{FILES}/swagger-ui.css", swagger_favicon_url=f"{FILES}/favicon-32x32.png",

@@ -1,4 +1,4 @@
-"""GET and POST /debug/settings: those that may change while the gateway runs, for keys that manage models."""
+"""GET and POST /debug/settings: the settings that may change at run time, for keys that manage models."""
 
 from __future__ import annotations
 

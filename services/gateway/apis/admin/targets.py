@@ -1,4 +1,4 @@
-"""Lists what Prometheus may scrape of a cluster, as the registry knows it, in the words of its http_sd_configs."""
+"""The scrape targets of a cluster, as the registry knows it, for Prometheus' http_sd_configs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tandem.registry import ClusterView, RegistryUnavailable
 
 
 async def scrape_targets(view: ClusterView) -> list[dict[str, Any]]:
-    """Gateways, workers and the kvstore, of all models.
+    """Returns the targets: gateways, workers and the kvstore, of all models.
 
     Raises:
-        Unavailable: Redis is gone; Prometheus then goes on with those that it knows.
+        Unavailable: Redis is gone; Prometheus then keeps the targets that it knows.
     """
     try:
         gateways, keeper = await view.registry.gateways.measured()

@@ -1,4 +1,4 @@
-"""Words of a chat completion: of its whole message, and of its chunks."""
+"""The form of a chat completion: its whole message, and its chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ChatFormat(Format):
         self._new_call_id = new_call_id
         self._with_reasoning = with_reasoning
         self._custom = custom
-        self._inputs: dict[tuple[int, int], OnlyString] = {}  # of custom tools' calls, by choice and index
+        self._inputs: dict[tuple[int, int], OnlyString] = {}  # inputs of custom tools' calls, by choice and index
         self._begun: set[int] = set()
 
     def delta(self, delta: Delta, made: Made) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class ChatFormat(Format):
         return {"message": message, "logprobs": self._logprobs(delta, made)}
 
     def _reasoning(self, delta: Delta) -> dict[str, str]:
-        """By its present name and by the one that older clients know."""
+        """Returns the thoughts under their present name and the one that older clients know."""
         if not delta.reasoning or not self._with_reasoning:
             return {}
         return {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
@@ -74,14 +74,14 @@ class ChatFormat(Format):
         return found
 
     def _call(self, said: Call | CallPart, kind: str) -> dict[str, Any]:
-        """Its id and name only where it begins."""
+        """Returns a call, or a part of one; id and name only in its first part."""
         text = {"input" if kind == "custom" else "arguments": said.arguments}
         if not said.name:
             return {kind: text}
         return {"id": self._new_call_id(), "type": kind, kind: {"name": said.name, **text}}
 
     def logprobs(self, delta: Delta) -> Made:
-        """Logprobs of shown tokens: the one that ends an answer is none of its content."""
+        """Returns the logprobs of shown tokens: one that silently ends an answer is not part of it."""
         if not delta.tokens.logprobs:
             return {}
         shown = delta.tokens.logprobs[:-1] if delta.ends_silently else delta.tokens.logprobs
@@ -92,7 +92,7 @@ class ChatFormat(Format):
         return {"content": made.get("content") or list(lists["content"]), "refusal": None} if lists else None
 
     def _entries(self, one: llm_pb2.TokenLogprobs) -> dict[str, Any]:
-        """A token, and the likeliest in its place."""
+        """Returns the entry of a token with the likeliest tokens in its place."""
         likeliest = [self._entry(top.token_id, top.logprob) for top in one.top]
         return {**self._entry(one.token_id, one.logprob), "top_logprobs": likeliest}
 

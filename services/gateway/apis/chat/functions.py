@@ -1,6 +1,6 @@
-"""Messages of the time before tools, as they are written with tools: `function_call`, and the role function.
+"""Messages of the API before tools (`function_call`, the role `function`), rewritten with tools.
 
-One such call has no id, so that of its place is made: nine letters and digits, which all templates take.
+Such calls have no id, so one is made of their place: nine letters and digits, which all templates accept.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from services.gateway.model import template_variables
 from services.gateway.tools import ReadingPlan, ToolUse, read_call, read_tools
 from services.gateway.untrusted import ROLES, ChatTemplate, TemplateOptions
 
-# What a chat calls sampling parameters.
+# A chat's names of sampling parameters.
 LOGPROBS, MAX_TOKENS = {"logprobs": "top_logprobs"}, {"max_tokens": "max_completion_tokens"}
 # The field that has the text, by the type of a part.
 ASKED = {"text": "text"}
@@ -140,20 +140,20 @@ def _message(message: schema.ChatMessage, param: str) -> Mapping[str, Any]:
 
 
 def _said(message: schema.ChatMessage, role: str, param: str) -> Content:
-    """An assistant may have refused, beside its content or in a part of it, or have spoken, or have said nothing."""
+    """Returns a message's content. An assistant's may be a refusal, speech, or nothing."""
     if role == "assistant" and message.content in (None, []):
         return message.refusal or _spoken(message.audio)
     return _content(message.content, f"{param}.content", role == "assistant")
 
 
 def _spoken(audio: Any) -> str:
-    """The text of what was spoken, which its server may know by an id alone."""
+    """Returns the transcript of speech; "" if the message has only its id."""
     text = audio.get("transcript") if isinstance(audio, Mapping) else None
     return text if isinstance(text, str) else ""
 
 
 def _content(content: Any, param: str, is_answer: bool) -> Content:
-    """`is_answer`: it may have refusals, and parts that another server's model has made, which are left out."""
+    """Returns text, or parts of text. `is_answer`: refusals are text, and other servers' parts are left out."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:

@@ -1,4 +1,4 @@
-"""Words of a completion: of its whole choices, and of its chunks."""
+"""The form of a completion: its whole choices, and its chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.v1 import llm_pb2
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as its answers repeat it."""
+    """A prompt that its answers repeat."""
 
     text: str
     token_ids: list[int]
@@ -44,7 +44,7 @@ class CompletionFormat(Format):
         return self.delta(delta, made)
 
     def _echo(self, delta: Delta) -> Echo | None:
-        """The text before it."""
+        """Returns the prompt to put before a choice's first delta."""
         if not self._echoes or delta.choice in self._begun:
             return None
         return self._echoes[delta.choice // self._n]
@@ -59,7 +59,7 @@ class CompletionFormat(Format):
             return self._lists(lambda: tokens.logprobs, offsets)
         offsets = chain(self._offsets(echo), offsets)
         lists = self._lists(lambda: chain(tokens.prompt_logprobs, tokens.logprobs), offsets)
-        # Nothing comes before a prompt's first token that could make it likely.
+        # A prompt's first token has no logprob, as nothing precedes it.
         first = {"tokens": self._name(echo.token_ids[0]), "token_logprobs": None, "top_logprobs": None}
         return {name: chain([first[name]], values) if name in first else values for name, values in lists.items()}
 
@@ -80,6 +80,6 @@ class CompletionFormat(Format):
             length += len(piece)
 
     def _top(self, one: llm_pb2.TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens and, as OpenAI has it, the chosen one whether it is among them or not."""
+        """Returns the likeliest tokens and, as OpenAI does, the chosen one in any case."""
         found = {self._name(top.token_id): top.logprob for top in one.top}
         return found | {self._name(one.token_id): one.logprob}

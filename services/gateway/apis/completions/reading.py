@@ -18,7 +18,7 @@ from services.gateway.generation import read_response_format
 from services.gateway.text import Tokenizer
 from services.gateway.untrusted import ChatTemplate
 
-# As OpenAI has it; an answer in a chat may be as long as the context allows.
+# OpenAI's default; a chat's answer may fill the context.
 DEFAULT_MAX_TOKENS = 16
 
 
@@ -52,7 +52,7 @@ async def read_completion(llm: LLM, body: Incoming[schema.CompletionBody], check
     if found.echo and (with_logprobs or given["max_tokens"] == 0):
         given["prompt_logprobs"] = max(given.get("logprobs", 0), given.get("prompt_logprobs", 0))
     if n > (found.n or 1):
-        given.setdefault("logprobs", 0)  # to rank by
+        given.setdefault("logprobs", 0)  # to rank choices by
     structure = structure_of(found, read_response_format(found.response_format))
     sampling = await llm.sampling(given, {}, structure, caller)
     said = llm.prompts_in(body)
@@ -76,7 +76,7 @@ async def read_completion(llm: LLM, body: Incoming[schema.CompletionBody], check
 
 
 def _choices(body: schema.CompletionBody) -> int:
-    """How many answers are written for each prompt."""
+    """Returns the number of answers to generate for each prompt."""
     n, best_of = body.n or 1, body.best_of
     if best_of is None or best_of == n:
         return n
@@ -88,7 +88,7 @@ def _choices(body: schema.CompletionBody) -> int:
 
 
 def cut(prompts: Sequence[Prompt], keep: int | None) -> Sequence[Prompt]:
-    """Return token ids as `truncated`; texts as they are, for their tokens are not known yet.
+    """Returns token ids truncated; texts unchanged, as their tokens are not known yet.
 
     Raises:
         InvalidRequest
@@ -97,7 +97,7 @@ def cut(prompts: Sequence[Prompt], keep: int | None) -> Sequence[Prompt]:
 
 
 def prompts_of(prompt: Any, param: str = "prompt") -> Sequence[Prompt]:
-    """One prompt or several, each text or token ids.
+    """Returns the prompts of a field that has one or several, each text or token ids.
 
     Raises:
         InvalidRequest

@@ -71,7 +71,7 @@ class Pooled:
             GatewayError
         """
         prompts = [truncated(prompt, self.keep_last) for prompt in await llm.encode_each(said, param)]
-        given = {"max_tokens": 1}  # no client gets this token
+        given = {"max_tokens": 1}  # not shown to clients
         return ParsedBody(
             terms=self.terms,
             given=given,
@@ -100,7 +100,7 @@ def _check(body: schema.EmbeddingBody) -> None:
 def refuse_answers(body: schema.GenerationBody) -> None:
     """
     Raises:
-        InvalidRequest: it says how to answer, and no answer is written.
+        InvalidRequest: a field is about generated answers, of which there are none here.
     """
     for name in schema.OF_ANSWERS:
         if getattr(body, name) not in (None, False):
@@ -117,13 +117,13 @@ def check_count(count: int, bounds: PromptBounds, param: str) -> None:
 
 
 def counted(answer: Answer) -> dict[str, Any]:
-    """Usage, of prompts alone."""
+    """Returns usage without completion tokens."""
     said = usage(answer)
     return {name: said[name] for name in ("prompt_tokens", "total_tokens", "prompt_tokens_details", "tandem")}
 
 
 class EmbeddingFrame(Unstreamed):
-    """All vectors as one body."""
+    """The vectors as one body."""
 
     def __init__(self, body: schema.EmbeddingBody, found: ParsedBody, answer: Answer, created: int) -> None:
         self._answer, self._as_text = answer, body.encoding_format == "base64"
@@ -131,7 +131,7 @@ class EmbeddingFrame(Unstreamed):
     async def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         data = []
         for index, delta in enumerate(deltas):
-            await asyncio.sleep(0)  # a vector is some thousand numbers
+            await asyncio.sleep(0)  # vectors have thousands of numbers
             data.append({"object": "embedding", "index": index, "embedding": self._encoded(delta.tokens.embedding)})
         frame = {"object": "list", "data": data, "model": self._answer.request.model.name}
         return {**frame, "usage": counted(self._answer)}

@@ -18,7 +18,7 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.generation import Answer, Delta
 from services.gateway.untrusted import ChatTemplate
 
-# Stands for a text that a helper process has taken out.
+# Stands for a text that a helper process removed.
 TAKEN = "-"
 
 
@@ -91,7 +91,7 @@ async def read_rerank(llm: LLM, body: Incoming[schema.RerankBody], check_turn: C
 
 
 def _texts(said: Any, param: str) -> list[str]:
-    """A text or a list of them, each perhaps as {"text": ...}."""
+    """Returns the texts of a field: one or a list, each a string or {"text": ...}."""
     found = said if isinstance(said, list) else [said]
     if not found:
         raise InvalidRequest(f"{param} must not be empty", param)
@@ -106,7 +106,7 @@ def _texts(said: Any, param: str) -> list[str]:
 
 
 async def _cosines(first: Sequence[Delta], second: Sequence[Delta]) -> list[float]:
-    """One for each of the second: with its own of the first, or with the only one."""
+    """Returns the cosine of each of the second with its counterpart, or the only one, of the first."""
     left = [_unit(delta) for delta in first]
     found = []
     for i, delta in enumerate(second):
@@ -122,7 +122,7 @@ def _unit(delta: Delta) -> list[float]:
 
 
 class ScoreFrame(Unstreamed):
-    """All scores as one body."""
+    """The scores as one body."""
 
     def __init__(self, body: schema.ScoreBody, found: ParsedBody, answer: Answer, created: int) -> None:
         self._answer, self._created = answer, created
@@ -139,7 +139,7 @@ class ScoreFrame(Unstreamed):
 
 
 class RerankFrame(Unstreamed):
-    """The best documents, best first, as one body."""
+    """The documents as one body, best first."""
 
     def __init__(self, body: schema.RerankBody, found: ParsedBody, answer: Answer, created: int) -> None:
         self._answer, self._body = answer, body

@@ -1,6 +1,6 @@
-"""Anthropic's Messages API: its body becomes a chat's, the chat's answer its events. The app may enter.
+"""Anthropic's Messages API: a body becomes a chat, and the chat's answer its events. The app may enter.
 
-MessagesBody -> ChatBody -> pipeline -> deltas -> MessageFrame: a message, or message_start ... message_stop
+MessagesBody -> ChatRequest -> pipeline -> deltas -> MessageFrame: a message, or message_start ... message_stop
 """
 
 from services.gateway.apis.messages.errors import Anthropic

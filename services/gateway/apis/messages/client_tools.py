@@ -1,4 +1,4 @@
-"""Anthropic's tools that the client runs: they come by type, without a schema, so the model is offered these functions.
+"""Anthropic's client-run tools: a body has only their type, so the model is offered these functions.
 
 bash_...            str_replace_based_edit_tool, str_replace_editor (text_editor_...)            memory_...
 """
@@ -37,7 +37,7 @@ FILES = {
 INSERTED = {**TEXT, "description": "text to insert"}
 EDITS = "View, create and edit text files."
 EDITOR = EDITS, _object({"command": _one_of(*COMMANDS), **FILES, "insert_text": INSERTED}, "command", "path")
-# Until 2025-02 edits could be taken back, and new_str was what is inserted.
+# Until 2025-02 edits could be undone, and new_str was the text to insert.
 OLD_EDITOR = EDITS, _object({"command": _one_of(*COMMANDS, "undo_edit"), **FILES}, "command", "path")
 MEMORY = "Keep files below /memories that last from one conversation to the next.", _object(
     {
@@ -47,7 +47,7 @@ MEMORY = "Keep files below /memories that last from one conversation to the next
     },
     "command",
 )  # fmt: skip
-# The first pattern that matches a tool's type is its own.
+# The first pattern that matches a tool's type counts.
 TYPES = (
     (re.compile(r"bash_\d{8}"), BASH),
     (re.compile(r"text_editor_(?:2024\d{4}|20250[12]\d{2}|202503\d{2})"), OLD_EDITOR),
@@ -57,5 +57,5 @@ TYPES = (
 
 
 def client_tool(kind: str) -> tuple[str, Mapping[str, Any]] | None:
-    """Returns the description and input schema of a tool of this type; None where no client runs such a tool."""
+    """Returns the description and input schema of a tool of this type; None if unknown."""
     return next((made for pattern, made in TYPES if pattern.fullmatch(kind)), None)

@@ -1,6 +1,6 @@
 """A Messages body as the chat that the pipeline takes.
 
-thinking        off unless it asks for some: the template hears `enable_thinking` and `thinking`, and a model whose
+thinking        off unless asked for: the template gets `enable_thinking` and `thinking`, and a model whose
                 template reads neither gets a budget of 0
 output_config   `effort` is a chat's effort where the model thinks, `format` the form of its answer
 """

@@ -1,4 +1,4 @@
-"""Errors as Anthropic words them: {"type": "error", "error": {"type", "message"}, "request_id"}.
+"""Errors in Anthropic's form: {"type": "error", "error": {"type", "message"}, "request_id"}.
 
 Overloaded is 529 overloaded_error, RateLimited stays 429 rate_limit_error; other statuses are the gateway's own.
 """
@@ -24,7 +24,7 @@ TYPES: Mapping[int, str] = {
     504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
-# OpenAI's headers of limits, as x-ratelimit-WHAT-OF: Anthropic's are anthropic-ratelimit-OF-WHAT.
+# OpenAI's rate-limit headers are x-ratelimit-WHAT-OF, Anthropic's anthropic-ratelimit-OF-WHAT.
 LIMITS = "x-ratelimit-"
 
 
@@ -34,7 +34,7 @@ class Anthropic(Dialect):
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, wall: Callable[[], float]) -> None:
-        """`wall`: Unix seconds."""
+        """`wall`: returns Unix seconds."""
         self._wall = wall
 
     def status(self, error: GatewayError) -> int:

@@ -4,8 +4,8 @@ message_start
 content_block_start, content_block_delta ..., content_block_stop   for each block
 message_delta, message_stop
 
-The input of a tool comes in one piece once its call is complete, so that it is JSON and the same as of a whole
-message; as it is written where the tool has `eager_input_streaming`.
+A tool's input is sent in one piece once its call is complete, so that it is JSON and the same as in a whole
+message; with `eager_input_streaming` it is sent as it is written.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ INVALID = "INVALID_JSON"
 
 @dataclass(frozen=True, slots=True)
 class MessageOptions:
-    """The form of its answer that a body asks for."""
+    """The form of the answer that a body asks for."""
 
-    max_tokens: int  # before it was clipped to what the context has left
-    caches: bool  # `cache_control` is there
+    max_tokens: int  # as the body has it, before clipping
+    caches: bool  # the body has `cache_control`
     hides_thoughts: bool
     eager: frozenset[str]  # tools whose input is streamed as it is written
     manages_context: bool
-    block_size: int  # of the cache
+    block_size: int  # tokens of a KV block
 
 
 class MessageFrame(Framing):
@@ -52,15 +52,15 @@ class MessageFrame(Framing):
         self._said = said
         self._begun = False
         self._num_blocks = 0
-        self._open: int | str | None = None  # a call's index, or that it is text or thoughts
-        self._written: set[int] = set()  # calls that come as they are written
+        self._open: int | str | None = None  # the open block: a call's index, TEXT or THINKING
+        self._written: set[int] = set()  # calls that are sent as they are written
 
     def chunk(self, delta: Delta) -> bytes:
         events = b"" if self._begun else self._begin()
         if delta.reasoning:
             events += self._think(delta.reasoning)
         parts = [part for part in delta.call_parts if self._comes_as_written(part)]
-        before = [part for part in parts if part.index == self._open]  # text ends its block
+        before = [part for part in parts if part.index == self._open]  # parts of the open call, which a text ends
         events += b"".join(map(self._call_part, before))
         if delta.text:
             events += self._block(TEXT, {"type": TEXT, "text": ""})
@@ -116,12 +116,12 @@ class MessageFrame(Framing):
         return self._call_part(CallPart(call.index, call.name, input_of(call.arguments)))
 
     def _tool_use(self, name: str) -> dict[str, Any]:
-        assert self._reading is not None  # or there were no call
+        assert self._reading is not None  # calls need one
         unique = self._reading.call_id(self._new_id()).removeprefix("call_")
         return {"type": "tool_use", "id": CALL_ID + unique, "name": name, "input": {}}
 
     def _block(self, kind: int | str, content: Mapping[str, Any]) -> bytes:
-        """Its begin, unless it is the one that is open."""
+        """Returns the event that begins a block, unless it is open already."""
         if self._open == kind:
             return b""
         stop = self._stop()
@@ -139,7 +139,7 @@ class MessageFrame(Framing):
         return signed + _event("content_block_stop", index=self._num_blocks - 1)
 
     def _signature(self) -> str:
-        """Nothing is proved by it, but clients keep no thoughts that have none."""
+        """Returns a signature, which proves nothing: clients drop thoughts without one."""
         return blake2b(self._answer.request.request_id.encode(), digest_size=16).hexdigest()
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class MessageFrame(Framing):
         }  # fmt: skip
 
     def _end(self, delta: Delta) -> dict[str, Any]:
-        """An answer that the context has cut off before its own max_tokens says so."""
+        """Returns the stop reason; an answer cut off by the context rather than by max_tokens has its own."""
         if delta.finish_reason == llm_pb2.FINISH_REASON_LENGTH:
             whole = self._answer.usage.completion_tokens >= self._said.max_tokens
             return {"stop_reason": "max_tokens" if whole else "model_context_window_exceeded", "stop_sequence": None}
@@ -160,7 +160,10 @@ class MessageFrame(Framing):
         return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        """Whole blocks of a prompt are cached, whether or not it asks for that; who does not ask has them as input."""
+        """Returns usage.
+
+        Whole blocks are always cached; they count as cache creation only if the body asks for caching.
+        """
         used = self._answer.usage
         whole = used.prompt_tokens - used.prompt_tokens % self._said.block_size
         created = max(0, whole - used.cached_tokens) if self._said.caches else 0
@@ -177,11 +180,11 @@ class MessageFrame(Framing):
 
 
 def input_of(arguments: str) -> str:
-    """A JSON object. A call that a model has written wrongly is still one: its client is told what it says."""
+    """Returns a call's input as a JSON object; malformed arguments are put into one as text."""
     found = parsed(arguments)
     try:
         return json.dumps(found if isinstance(found, dict) else {INVALID: arguments}, allow_nan=False)
-    except ValueError:  # 1e999
+    except ValueError:  # infinite numbers such as 1e999
         return json.dumps({INVALID: arguments})
 
 

@@ -1,4 +1,4 @@
-"""The tools that a Messages body offers, as a chat's.
+"""The tools that a Messages body offers, as functions of a chat.
 
 Tools with `defer_loading` are offered once a result names them as `tool_reference`: the client searches for them. Where
 Anthropic would search (`tool_search_tool_...`), all are offered and the search is left out: nothing is hidden from it.
@@ -18,7 +18,7 @@ SEARCHES = "tool_search_tool_"
 
 
 def offered(body: CountTokensBody) -> list[tuple[int, ToolParam]]:
-    """Each with its place in the body."""
+    """Returns the offered tools with their places in the body."""
     tools = body.tools or ()
     hosted = [tool for tool in tools if (tool.type or "").startswith(SEARCHES)]
     shown = None if hosted or not any(tool.defer_loading for tool in tools) else set(_referenced(body))

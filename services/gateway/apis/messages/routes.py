@@ -24,7 +24,7 @@ from services.gateway.door import CheckTurn, ParsedBody, Terms
 from services.gateway.untrusted import ChatTemplate
 
 NAMES = {"stop": "stop_sequences"}
-# Parts of a chat's fields in errors, and what they are called here.
+# Names of a chat's fields in errors, and what Messages calls them.
 OWN = {
     ".function.parameters": ".input_schema",
     ".function.": ".",
@@ -36,7 +36,7 @@ M = TypeVar("M", bound=CountTokensBody)
 
 
 class MessagesReader(JsonReader[M], Generic[M]):
-    """Reads the body of either route."""
+    """Reads the bodies of both routes."""
 
     field, taken = "messages", [MessageParam(role="user", content="")]
 

@@ -1,6 +1,6 @@
 """The bodies of /v1/messages and /v1/messages/count_tokens. Types only; null means unsaid, unknown fields are ignored.
 
-A field that would change the answer and is not done here is refused by name. A `Hint` that nobody knows is as none.
+Fields that would change the answer and are not supported are refused by name. Unknown hints count as none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from services.gateway.apis.openai.schema import Body, HeldBody, Hint, Int
 from services.gateway.errors import InvalidRequest
 
 REFUSED = ("mcp_servers", "container", "compaction")
-# By its code clients learn to send the whole conversation each time.
+# The error code by which clients learn to send the whole conversation each time.
 NO_THREADS = "thread_unsupported_request"
 
 
@@ -23,7 +23,7 @@ class MessageParam(Body):
 
 
 class ToolParam(Body):
-    """`input_schema` is missing in tools that Anthropic has made."""
+    """A tool. Anthropic's own tools have no `input_schema`."""
 
     name: str
     type: str | None = None

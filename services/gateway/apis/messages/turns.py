@@ -1,7 +1,7 @@
-"""The messages of a Messages body as a chat's.
+"""The messages of a Messages body as the turns of a chat.
 
 system, and messages of role system before all others   one system message, first
-messages of role system behind those                     in their places; the user's where the template has none there
+messages of role system after those                      in their places; as the user's if the template has none there
 messages of one role in a row                            one message: templates may want roles to alternate
 text, documents of text, search results                  their texts, a line each
 thinking                                                 the thoughts of the assistant's message, for templates to show
@@ -19,9 +19,9 @@ from services.gateway.chat import MergedTurns, Turn, call, result_text
 from services.gateway.errors import InvalidRequest
 from services.gateway.untrusted import ChatTemplate
 
-# What an agent says of itself, anew with each request: in a prompt it would leave nothing of the cache to be hit.
+# An agent's header that differs in each request: in a prompt it would prevent all cache hits.
 BILLING = "x-anthropic-billing-header:"
-# What ids of calls begin with for clients. Templates get them without: some take ids of their own form alone.
+# Prefix of call ids for clients. Templates get ids without it, as some accept only their own form.
 CALL_ID = "toolu_"
 
 
@@ -36,7 +36,7 @@ def turns_of(body: CountTokensBody, template: ChatTemplate | None) -> MergedTurn
     system = [text] if body.system and (text := text_of(body.system, "system")) else []
     turns = _turns(body.messages, system, template is None or template.facts.takes_late_system)
     if turns and turns[-1].role == "assistant" and not turns[-1].calls and not "".join(turns[-1].texts).strip():
-        turns.pop()  # it says nothing that could be continued
+        turns.pop()  # empty, so nothing to continue
     if not turns:
         raise InvalidRequest("messages: one of them must be the user's", "messages")
     if turns[-1].calls:
@@ -53,7 +53,7 @@ def turns_of(body: CountTokensBody, template: ChatTemplate | None) -> MergedTurn
 def text_of(content: str | Sequence[Any], param: str) -> str:
     """
     Raises:
-        InvalidRequest: a block is none of text.
+        InvalidRequest: a block has no text.
     """
     if isinstance(content, str):
         return content
@@ -77,7 +77,7 @@ def _turns(said: Sequence[MessageParam], system: list[str], takes_late_system: b
 
 
 def _turns_of(message: MessageParam, where: str) -> Iterator[Turn]:
-    """One for each block."""
+    """Yields a turn for each block."""
     if isinstance(message.content, str):
         yield Turn(message.role, [message.content])
         return
@@ -90,7 +90,7 @@ def _turns_of(message: MessageParam, where: str) -> Iterator[Turn]:
                 yield Turn(message.role, thoughts=[_string(block, "thinking", param)])
             case "assistant", "redacted_thinking":
                 pass
-            case "assistant", str(kind) if kind != "text":  # a block that Anthropic's server has made
+            case "assistant", str(kind) if kind != "text":  # a block that Anthropic's server made
                 if text := result_text(kind.removesuffix("_tool_result"), block.get("content")):
                     yield Turn(message.role, [text])
             case "user", "tool_result":
@@ -111,7 +111,7 @@ def _call_id(block: Mapping[str, Any], name: str, param: str) -> str:
 
 
 def _result(block: Mapping[str, Any], param: str) -> str:
-    """Templates have no word for an error, so its text says that it is one."""
+    """Returns a result's text, with a prefix if it is an error, as templates have no field for that."""
     content, param = block.get("content") or "", f"{param}.content"
     if not isinstance(content, str | list):
         raise InvalidRequest(f"{param} must be a string or a list of text blocks", param)
@@ -121,13 +121,13 @@ def _result(block: Mapping[str, Any], param: str) -> str:
 
 
 def _part(block: Any, param: str) -> str:
-    """A block of a result; that of a search for tools has the names of what it has found."""
+    """Returns the text of a result's block; a tool search's blocks have the names of found tools."""
     found = isinstance(block, Mapping) and block.get("type") == "tool_reference"
     return _string(block, "tool_name", param) if found else _readable(block, param)
 
 
 def _readable(block: Any, param: str) -> str:
-    """The text of a block, a document or a search result, with what is said about it."""
+    """Returns the text of a block; of a document or search result with its metadata."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if kind == "document":
         return _tagged(block, kind, ("title", "context"), _source(block.get("source"), f"{param}.source"), param)

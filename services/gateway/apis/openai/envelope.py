@@ -1,4 +1,4 @@
-"""Shapes of answers, which chats and completions share.
+"""The envelope of answers, which chats and completions share.
 
 whole answer    {"id", "object", "created", "model", "choices": [...], "usage"}
 stream          the same envelope around each delta; a last one with usage where asked for
@@ -23,27 +23,27 @@ from services.gateway.telemetry import PATHS
 from services.gateway.text import Tokenizer
 from tandem.v1 import llm_pb2
 
-# Stands in an event for its text, and nowhere else.
+# A placeholder for the text of an event, which no text contains.
 MARK = "\0the text\0"
-# Lists of a choice that may be long, by name. Made in turns where they are; `NONE_MADE`: each is made where it is used.
+# Long lists of a choice by name, made in turns beforehand; with `NONE_MADE` each is made where it is used.
 Made = Mapping[str, Iterable[Any]]
 NONE_MADE: Made = {}
 
 
 class Format(Protocol):
-    """An endpoint's words for a choice. One object serves one request."""
+    """An endpoint's form of a choice. One object serves one request."""
 
     prefix: str
     whole: str
     chunk: str
-    prompt_logprobs_in_choice: bool  # or beside all choices, as vLLM has it in a chat
+    prompt_logprobs_in_choice: bool  # or beside all choices, as vLLM does in a chat
 
     def delta(self, delta: Delta, made: Made) -> dict[str, Any]: ...
 
     def choice(self, delta: Delta, made: Made) -> dict[str, Any]: ...
 
     def logprobs(self, delta: Delta) -> Made:
-        """Entries that its logprobs consist of, nothing where there are none. Before `delta` or `choice` of it."""
+        """Returns the logprob entries (empty if none). Call before delta() or choice()."""
 
 
 class Envelope(Framing):
@@ -60,9 +60,9 @@ class Envelope(Framing):
         self.with_token_ids = bool(body.return_token_ids)
         self._continuous = self.with_usage and bool(options and options.continuous_usage_stats)
         self._begun: set[int] = set()
-        self._made: dict[int, Made] = {}  # by id of the delta
-        self._chunked: set[int] = set()  # choices that have had an event
-        # Of a choice, once known: what stands around the text in an event that says nothing else.
+        self._made: dict[int, Made] = {}  # by the delta's id()
+        self._chunked: set[int] = set()  # choices that had an event
+        # By choice, once known: the bytes around the text in an event with nothing else.
         self._plain: dict[int, tuple[bytes, bytes]] = {}
         self._repeats = not (self._continuous or self.with_token_ids)
         self._num_ended = 0
@@ -71,7 +71,7 @@ class Envelope(Framing):
         self._frame = {"id": f"{form.prefix}-{request.request_id}", "created": created, "model": request.model.name}
         if body.service_tier is not None:
             self._frame["service_tier"] = tier_served(body.service_tier)
-        self._begin = b""  # the same of all events, encoded once it is known whose answer it is
+        self._begin = b""  # the beginning of all events, encoded once the revision is known
 
     async def prepare(self, delta: Delta) -> None:
         if is_long(delta.tokens):
@@ -79,14 +79,14 @@ class Envelope(Framing):
             self._made[id(delta)] = {name: await made_in_turns(values) for name, values in lists.items()}
 
     def chunk(self, delta: Delta) -> bytes:
-        """One event of a stream."""
+        """Returns one event of a stream."""
         if delta.is_plain and (around := self._plain.get(delta.choice)):
             return around[0] + orjson.dumps(delta.text) + around[1]
         if self._repeats and delta.is_plain and delta.choice in self._chunked:
             begin, end = self._chunk(replace(delta, text=MARK)).split(orjson.dumps(MARK))
             self._plain[delta.choice] = begin, end
             return begin + orjson.dumps(delta.text) + end
-        self._chunked.add(delta.choice)  # whose first event says more than the others
+        self._chunked.add(delta.choice)  # a choice's first event has more fields than the others
         return self._chunk(delta)
 
     def event(self, delta: Delta) -> bytes:
@@ -102,22 +102,22 @@ class Envelope(Framing):
         return self._event([self._numbered(delta, self._form.delta(delta, made), made)], beside)
 
     def shows(self, delta: Delta) -> bool:
-        """True if a stream has an event for it."""
+        """True if a stream has an event for this delta."""
         return delta.says_something or (self.with_token_ids and bool(delta.tokens.ids))
 
     def ends_with(self, delta: Delta) -> bool:
-        """True if this one, of those that come in their order, is the last of the answer's last choice."""
+        """True if this delta, called in order, is the last one of the answer's last choice."""
         if not delta.finish_reason:
             return False
         self._num_ended += 1
         return self._num_ended == self._answer.request.num_choices
 
     async def last(self) -> bytes:
-        """An event before the end of a stream, with usage where that was asked for."""
+        """Returns the event before a stream's end, with usage if asked for."""
         return self._event([], {"usage": usage(self._answer)}) if self.with_usage else b""
 
     def failure(self, error: GatewayError) -> bytes:
-        """The last event where the answer failed."""
+        """Returns the last event of a failed answer."""
         return b"data: " + orjson.dumps(error.body()) + b"\n\n"
 
     def _event(self, choices: list[dict[str, Any]], beside: Mapping[str, Any]) -> bytes:
@@ -137,7 +137,7 @@ class Envelope(Framing):
         return {**self._frame, "object": kind, "system_fingerprint": self._answer.revision}
 
     def _best(self, deltas: Sequence[Delta]) -> list[Delta]:
-        """The `n` choices of each prompt that are likeliest per token, best first."""
+        """Returns the `n` choices of each prompt with the best mean logprob, best first."""
         best_of, kept = self._answer.request.n, []
         for first in range(0, len(deltas), best_of):
             ranked = sorted(deltas[first : first + best_of], key=_mean_logprob, reverse=True)
@@ -167,7 +167,7 @@ class Envelope(Framing):
         return {"prompt_logprobs": made.get("prompt_logprobs") or list(self._of_prompt(delta))}
 
     def _of_prompt(self, delta: Delta) -> Iterable[dict[str, dict[str, Any]] | None]:
-        """As vLLM words them: for each token of the prompt, by token id."""
+        """Returns prompt logprobs in vLLM's form: for each token, by token id."""
         return chain([None], map(self._by_id, delta.tokens.prompt_logprobs))
 
     def _by_id(self, one: llm_pb2.TokenLogprobs) -> dict[str, dict[str, Any]]:
@@ -185,7 +185,7 @@ def _mean_logprob(delta: Delta) -> float:
 
 
 def usage(answer: Answer) -> dict[str, Any]:
-    """OpenAI's usage, and which path the request took as `tandem`."""
+    """Returns OpenAI's usage, and the request's path as `tandem`."""
     used = answer.usage
     return {
         "prompt_tokens": used.prompt_tokens,
@@ -216,7 +216,7 @@ def _path(choice: Choice) -> dict[str, Any]:
     }
 
 
-# What logprobs call a token.
+# Returns the name of a token in logprobs.
 Name = Callable[[int], str]
 
 

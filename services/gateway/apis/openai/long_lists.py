@@ -1,5 +1,5 @@
-"""Lists of an answer that would take longer to make than one turn of the loop may: logprobs of prompts, and of long
-answers that are sent whole.
+"""Lists that would take too long to make in one turn of the event loop: logprobs of prompts, and of long answers that
+are sent whole.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import orjson
 
 from services.gateway.workers import Tokens
 
-# With 20 likeliest tokens each a portion takes some 10 ms.
+# With 20 likeliest tokens each, a portion takes about 10 ms.
 PORTION = 500
 
 
 def is_long(tokens: Tokens) -> bool:
-    """True where their logprobs are to be made in turns."""
+    """True if their logprobs must be made in turns."""
     return len(tokens.logprobs) + len(tokens.prompt_logprobs) > PORTION
 
 
 async def made_in_turns(values: Iterable[Any]) -> orjson.Fragment:
-    """The list of these values as JSON; others go on between its portions."""
+    """Returns a list as JSON, made in portions between which other tasks run."""
     portions, left = [], iter(values)
     while portion := list(islice(left, PORTION)):
         portions.append(orjson.dumps(portion)[1:-1])

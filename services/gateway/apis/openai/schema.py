@@ -20,7 +20,7 @@ from services.gateway.errors import InvalidRequest
 from services.gateway.generation import read_speculative
 from tandem.sampling import INTERNAL, TYPES
 
-# Fields that are refused unless they ask for what happens anyway.
+# Unsupported fields, refused unless they have one of these values, which change nothing.
 AS_IS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -31,7 +31,7 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (),  # but for `as_is` of a body
+    "add_special_tokens": (),  # see `as_is` of a body
     "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
@@ -40,10 +40,9 @@ AS_IS: dict[str, tuple[Any, ...]] = {
     "include_obfuscation": (False, True),
 }
 MAX_HINT = 512
-# A word for how an answer is to be made, which does not limit what it may be. One that nobody knows is as none.
+# A word for how an answer is to be made, which does not constrain its content. Unknown words count as none.
 Hint = Annotated[str, Field(max_length=MAX_HINT)]
-# JSON's integers have any length, and those of bodies one that any arithmetic takes: the range that a field has is
-# checked later, and said then.
+# JSON integers have any length; bodies take those of 128 bits. A field's own range is checked later.
 Int = Annotated[int, Field(ge=-(2**127), lt=2**127), WithJsonSchema({"type": "integer"})]
 
 
@@ -56,9 +55,9 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, defer_build=True)
-    # What of AS_IS this body may ask for in another way.
+    # Values of AS_IS that change nothing in this body.
     as_is: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    # Sampling parameters that are none in this body.
+    # Names of sampling parameters that mean something else in this body.
     not_sampling: ClassVar[frozenset[str]] = frozenset()
 
 
@@ -75,7 +74,7 @@ class SpeculativeBody(Body):
 
 
 class HeldBody(Body):
-    """vLLM's fields of the form that an answer must have."""
+    """vLLM's fields for the form of an answer."""
 
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
@@ -117,7 +116,7 @@ class CompletionBody(GenerationBody):
     best_of: Int | None = None
 
 
-# Of GenerationBody, what an embedding has no use for.
+# Fields of GenerationBody that embeddings have no use for.
 OF_ANSWERS = (
     "stream", "stream_options", "n", "return_token_ids", "return_tokens_as_token_ids", "response_format",
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "speculative",
@@ -204,7 +203,7 @@ class UnloadAdapterBody(Body):
 
 M = TypeVar("M", bound=Body)
 B = TypeVar("B", bound=GenerationBody)
-# What OpenAI types more loosely than SamplingParams does.
+# Parameters that OpenAI types more loosely than SamplingParams.
 LOOSE = {"stop": Strings, "bad_words": Strings}
 
 
@@ -216,7 +215,7 @@ def sampling_fields(schema: type[Body]) -> frozenset[str]:
 
 @cache
 def with_sampling(schema: type[M]) -> type[M]:
-    """The schema with a field more for each sampling parameter that the schema does not have in a form of its own."""
+    """Returns the schema with a field added for each sampling parameter that it does not have in its own form."""
     fields: dict[str, Any] = {
         name: (LOOSE.get(name, _bounded(TYPES[name])) | None, None) for name in sampling_fields(schema)
     }
@@ -224,7 +223,7 @@ def with_sampling(schema: type[M]) -> type[M]:
 
 
 def _bounded(kind: Any) -> Any:
-    """Returns the same type with bounded integers, also within it."""
+    """Returns the type with its integers bounded, nested ones too."""
     if kind is int:
         return Int
     inner = tuple(map(_bounded, get_args(kind)))
@@ -245,7 +244,7 @@ def validated(schema: type[M], body: bytes) -> M:
 
 
 def read(schema: type[B], body: bytes) -> B:
-    """Return the body of a request for answers, with its sampling parameters.
+    """Returns the body of a generating request, with its sampling parameters.
 
     Raises:
         InvalidRequest: naming the first field that is wrong.
@@ -262,7 +261,7 @@ def read(schema: type[B], body: bytes) -> B:
 
 
 class JsonReader(BodyReader[M]):
-    """Reads bodies of JSON whose prompts are in one field. `taken`: stands for them in what is left of a large one."""
+    """Reads JSON bodies whose prompts are in one field. `taken`: the field's value in a reduced large body."""
 
     kind: type[M]
     field: str
@@ -280,7 +279,7 @@ class JsonReader(BodyReader[M]):
 
 
 def given_in(found: Body, schema: type[Body], also: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Returns the sampling parameters that a body gives which was read by this schema.
+    """Returns the sampling parameters of a body that this schema read.
 
     Args:
         also: fields of the schema's own that are sampling parameters.
@@ -290,7 +289,7 @@ def given_in(found: Body, schema: type[Body], also: frozenset[str] = frozenset()
 
 
 def terms_of(found: GenerationBody) -> Terms:
-    """Returns what the body says beside its prompt. Raises InvalidRequest."""
+    """Returns the body's terms. Raises InvalidRequest."""
     said = found.speculative
     return Terms(
         model=found.model,
@@ -304,7 +303,7 @@ def terms_of(found: GenerationBody) -> Terms:
 
 
 def dumped(found: Body, prompt: str) -> bytes:
-    """Return the body as JSON, without what no answer depends on.
+    """Returns the body as JSON, without fields that no answer depends on.
 
     Args:
         prompt: the field that the prompts were in.
@@ -338,7 +337,7 @@ def _complaint(error: ValidationError) -> InvalidRequest:
 
 def _param(location: tuple[int | str, ...]) -> str:
     text = ""
-    if location[-1:] == ("[key]",):  # of a mapping: what is wrong is its key
+    if location[-1:] == ("[key]",):  # a mapping's key is wrong
         location = location[:-2]
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"

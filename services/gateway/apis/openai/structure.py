@@ -1,4 +1,4 @@
-"""The form of an answer by vLLM's names, which all APIs take beside their own."""
+"""The form of an answer by vLLM's fields, which all APIs accept beside their own."""
 
 from __future__ import annotations
 

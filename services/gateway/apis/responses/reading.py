@@ -30,12 +30,12 @@ from services.gateway.untrusted import ChatTemplate, TemplateOptions
 from tandem.ids import RandomIds
 from tandem.sampling import SamplingParams
 
-# Stands for the items that a helper process has taken out.
+# Stands for the items that a helper process removed.
 TAKEN = "in the prompt"
-# Fields of a chat in errors, and what they are called here.
+# Names of a chat's fields in errors, and what Responses calls them.
 OWN = {"messages": "input", ".function.": "."}
 NAMES = {"max_tokens": "max_output_tokens"}
-# Sampling parameters that a body has among its own fields.
+# Sampling parameters that are fields of the body's own.
 ALSO = frozenset({"temperature", "top_p"})
 TEXT = {"type": "text"}
 
@@ -52,17 +52,17 @@ class ResponseReader(BodyReader[ResponseBody]):
         return "input"
 
     def dump(self, body: ResponseBody) -> bytes:
-        """With its sampling parameters, which are no fields of its own."""
+        """Returns the body without its items, sampling parameters included."""
         body.input = TAKEN
         return small(to_json(body.model_dump(exclude_unset=True)), "input")
 
     def reduce(
         self, data: bytes, bounds: PromptBounds, template: ChatTemplate | None, most: int | None = None
     ) -> Reduced:
-        """`most`: how many bytes of items the prompt is made of, the newest ones."""
+        """Returns a large body, reduced. `most`: the bytes of newest items that the prompt may have."""
         body = self.parse(data)
         needed = body.store is not False or body.conversation is not None or body.previous_response_id is not None
-        unique = RandomIds()()  # made here: ids that were made before the helper's fork, other forks have, too
+        unique = RandomIds()()  # made here, as ids made before the helper's fork would be the same in other forks
         items = items_of(body.input, unique) if needed or body.truncation == "auto" else b"[]"
         body.input = body.input if most is None else newest(body.input, most)
 
@@ -139,7 +139,7 @@ def _prompt(body: ResponseBody, use: ToolUse | None) -> ChatPrompt:
 async def _prepared(
     llm: LLM, body: ResponseBody, box: Toolbox, text: str | None, check_turn: CheckTurn
 ) -> PreparedChat:
-    """Prepare the chat that a body asks for. `text`: its prompt, where a helper process has rendered it."""
+    """Returns the chat of a body, prepared. `text`: its prompt, if a helper process has rendered it."""
     given = given_in(body, ResponseBody, ALSO)
     if body.max_output_tokens is not None:
         given["max_tokens"] = body.max_output_tokens
@@ -158,7 +158,7 @@ async def _prepared(
 
 
 def _echo(body: ResponseBody, box: Toolbox, sampling: SamplingParams) -> dict[str, Any]:
-    """Fields of its request that a response repeats, as they were served.
+    """Returns the request's fields that a response repeats, as they were served.
 
     Raises:
         InvalidRequest
@@ -179,10 +179,10 @@ def _echo(body: ResponseBody, box: Toolbox, sampling: SamplingParams) -> dict[st
 
 
 def _json(value: Any, param: str) -> orjson.Fragment:
-    """Made once for all events that say it.
+    """Returns a value as JSON, made once for all events.
 
     Raises:
-        InvalidRequest: there is a number in it that others could not read.
+        InvalidRequest: the value has a number that clients could not read.
     """
     try:
         return orjson.Fragment(orjson.dumps(value))

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses. What would change the answer and is not done here is refused by name."""
+"""The body of POST /v1/responses. Fields that would change the answer and are not supported are refused by name."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from services.gateway.errors import InvalidRequest
 
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
-MOST_OF_TURN = 1000  # items that one response adds to a conversation, beside its own
+MOST_OF_TURN = 1000  # the most items that one request adds to a conversation
 LOGPROBS = "message.output_text.logprobs"
-# What a chat calls fields that would hold the answer to something.
+# Fields of a chat that clients send by mistake, and their names here.
 OF_CHATS = {"response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
 
 
@@ -40,7 +40,7 @@ class ResponseBody(HeldBody):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Int | None = None
-    # Of tools that a server runs, and here it runs none.
+    # Bounds tools that a server runs; this server runs none.
     max_tool_calls: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     context_management: list[Any] | None = None
     text: TextConfig | None = None
@@ -77,7 +77,7 @@ class ItemsBody(Body):
 def read_body(body: bytes) -> ResponseBody:
     """
     Raises:
-        InvalidRequest: naming the first field that is wrong.
+        InvalidRequest: naming the first wrong field.
     """
     found: ResponseBody = validated(with_sampling(ResponseBody), body)
     if found.prompt is not None:

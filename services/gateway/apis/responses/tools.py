@@ -34,7 +34,7 @@ TYPES = (
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One that the client runs itself."""
+    """A tool that the client runs."""
 
     kind: str
     name: str
@@ -44,9 +44,9 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    tools: Mapping[str, Tool] = field(default_factory=dict)  # that may be called, by the names that a chat gives them
+    tools: Mapping[str, Tool] = field(default_factory=dict)  # tools that may be called, by their names in the chat
     choice: Any = None  # the chat's
-    said: Sequence[Any] = ()  # by the client, without those that are left out
+    said: Sequence[Any] = ()  # the client's tools, without those that are left out
 
     @property
     def functions(self) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ class Toolbox:
 
 
 def chat_name(name: str, namespace: str | None) -> str:
-    """A namespace that makes it too long is left out."""
+    """Returns a tool's name in the chat; a namespace that makes it too long is left out."""
     whole = f"{namespace}__{name}" if namespace else name
     return whole if NAME.fullmatch(whole) else name
 
@@ -134,7 +134,7 @@ def _name(said: Mapping[str, Any], where: str) -> str:
 
 
 def _choice(said: Any, tools: Mapping[str, Tool]) -> tuple[Mapping[str, Tool], Any]:
-    """The tools that may be called, and how a chat says the rest."""
+    """Returns the tools that may be called, and the chat's tool_choice."""
     match said:
         case None | "none" | "auto" | "required":
             if said == "required" and not tools:
@@ -168,7 +168,7 @@ def _allowed(said: Sequence[Any], tools: Mapping[str, Tool]) -> Mapping[str, Too
 
 
 def _named(said: Mapping[str, Any], tools: Mapping[str, Tool]) -> list[str]:
-    """A namespace stands for all that is in it."""
+    """Returns the names of the tools that an entry means; a namespace means all tools in it."""
     kind, name, namespace = (said.get(key) for key in ("type", "name", "namespace"))
     if kind == "namespace":
         return [key for key, tool in tools.items() if tool.namespace == name]

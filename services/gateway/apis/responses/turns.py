@@ -31,7 +31,7 @@ class ItemTurns:
 
     def __init__(self) -> None:
         self.turns = MergedTurns()
-        self._thoughts = ""  # of the assistant's next turn
+        self._thoughts = ""  # thoughts for the assistant's next turn
 
     def say(self, role: str, text: str) -> None:
         self._add(Turn("system" if role == "developer" else role, [text] if text else []))
@@ -46,7 +46,7 @@ class ItemTurns:
         self._add(Turn("tool", [text], answers=call_id))
 
     def _add(self, turn: Turn) -> None:
-        """Thoughts begin a turn of the assistant, and are forgotten where another role's comes next."""
+        """Add a turn. Thoughts begin a new turn of the assistant, and are dropped before another role's turn."""
         thinks = turn.role == "assistant" and self._thoughts
         if thinks:
             turn.thoughts = [self._thoughts]
@@ -79,7 +79,7 @@ def messages_of(body: ResponseBody) -> list[Mapping[str, Any]]:
 
 
 def _add(made: ItemTurns, item: Mapping[str, Any], where: str, is_last: bool) -> None:
-    """Adds what an item says. Only earlier items may be of a type that nobody knows: the last one is to be answered."""
+    """Add the turns of an item. Earlier items may be of unknown types, the last one, which is answered, may not."""
     match item.get("type", "message"):
         case "message":
             if (role := item.get("role")) not in ROLES:
@@ -106,7 +106,7 @@ def _add(made: ItemTurns, item: Mapping[str, Any], where: str, is_last: bool) ->
 
 
 def _called(item: Mapping[str, Any], where: str) -> tuple[str, str]:
-    """The call's id, and what a chat calls the tool."""
+    """Returns the call's id, and the tool's name in the chat."""
     namespace = item.get("namespace")
     if namespace is not None and not isinstance(namespace, str):
         raise InvalidRequest(f"{where}.namespace must be a string", f"{where}.namespace")
@@ -120,7 +120,7 @@ def _string(item: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def _text(content: Any, where: str, parts: Mapping[str, str], is_answer: bool = False) -> str:
-    """`is_answer`: another server's model may have said it, so it may be missing, or have parts that are left out."""
+    """Returns a content's text. `is_answer`: from another server's model, so it may be missing or have other parts."""
     if isinstance(content, str):
         return content
     if content is None and is_answer:

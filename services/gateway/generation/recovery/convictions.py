@@ -1,6 +1,6 @@
-"""Memory of what was refused as poison: who asks for the same again is refused at once, and ends no more workers.
+"""Memory of requests refused as poison: the same request is refused immediately and kills no more workers.
 
-The same is what a worker would be asked to compute, but for the seed. Each gateway learns by itself.
+Requests are the same if workers would compute the same, apart from the seed. Each gateway learns by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_KEPT = 1024
 
 class Convictions:
     def __init__(self) -> None:
-        self._kept: dict[bytes, tuple[float, Poison]] = {}  # until when, the oldest first
+        self._kept: dict[bytes, tuple[float, Poison]] = {}  # with expiry times, oldest first
 
     def add(self, sequence: worker_pb2.SequenceSpec, verdict: Poison) -> None:
         self._kept[_digest(sequence)] = asyncio.get_running_loop().time() + KEPT_S, verdict
@@ -37,7 +37,7 @@ class Convictions:
 
 
 def _digest(sequence: worker_pb2.SequenceSpec) -> bytes:
-    """A name for its prompt, its adapter and how it is sampled, without what is written behind the prompt."""
+    """Returns a digest of prompt, adapter and sampling parameters, without tokens written after the prompt."""
     sampling = llm_pb2.SamplingParams()
     sampling.CopyFrom(sequence.sampling)
     sampling.ClearField("seed")

@@ -27,14 +27,14 @@ NO_LINK, NO_WORKERS = "no_link", "no_workers"
 
 @dataclass(frozen=True, slots=True)
 class MigrationLimits:
-    """`most`: migrations of one choice. `wait_s`: how long one waits for a worker to go on on."""
+    """`most`: migrations of one choice. `wait_s`: how long a choice waits for a worker to resume on."""
 
     most: int
     wait_s: float
 
 
 class Migration:
-    """The migrations of one choice. `close` it."""
+    """The migrations of one choice. Must be closed."""
 
     def __init__(
         self, limits: MigrationLimits, name: str, spans: Tracer, parent: Span, count: Callable[[], None]
@@ -50,13 +50,13 @@ class Migration:
         self._span: Span | None = None
 
     def lost(self, error: WorkerLost, incarnations: Collection[str], lost_span: Span | None, num_written: int) -> None:
-        """An attempt came to nothing.
+        """Note an attempt that failed because workers were lost.
 
         Raises:
-            WorkerLost: the first one, when there may be no other attempt.
+            WorkerLost: the first loss, if no other attempt is allowed.
         """
         self.first_loss = self.first_loss or error
-        if incarnations and self._gone.issuperset(incarnations):  # tried again, and not back yet: `pause` bounds that
+        if incarnations and self._gone.issuperset(incarnations):  # tried again too early; `pause` bounds these attempts
             self.exclude |= set(incarnations)
             return
         if self.number == self._limits.most:
@@ -72,10 +72,10 @@ class Migration:
         self._span = tracing.migration(self._spans, self._parent, lost_span, error, num_written)
 
     async def pause(self, error: Unavailable, decode_answers: bool) -> None:
-        """No worker is left to go on on, or no link: wait a moment, then let any be tried.
+        """Wait a moment where no worker or no link is left, then allow all workers to be tried.
 
         Raises:
-            Unavailable: there was no loss, or the wait is over.
+            Unavailable: there was no loss, or the wait exceeds its bound.
         """
         now = asyncio.get_running_loop().time()
         soon = error.code == NO_LINK or (error.code == NO_WORKERS and decode_answers)
@@ -91,7 +91,7 @@ class Migration:
         await asyncio.sleep(RETRY_S)
 
     def close(self) -> None:
-        """Tokens come again, or never will."""
+        """End the span of a migration under way."""
         self._wait_until = None
         self._gone.clear()
         self._end_span()

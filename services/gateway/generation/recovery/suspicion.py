@@ -1,4 +1,4 @@
-"""Evidence that a choice is what its workers have died of, and what follows from it.
+"""Evidence that a choice made its workers crash, and what follows from it.
 
 a worker's stream breaks     -> the choices that it had wait a moment for word of its death
 its crash page is told       -> whom it names is a suspect; the others, and all where it did not crash, go on at once
@@ -22,19 +22,19 @@ from services.gateway.errors import Poison
 from tandem.containment import Death
 from tandem.registry import RegistryUnavailable
 
-# A launcher has reported a death by then.
+# A launcher reports a death within this time.
 TOLD_S = 0.25
 ASK_S = 0.02
-# What a worker may have computed of an answer that its gateway had not heard of yet.
+# Tokens that a worker may have computed and its gateway not received.
 UNHEARD_TOKENS = 16
-# It is past a worker's end once it has so many tokens more: the next one is prefill's, then decode has to bring one.
+# An answer has passed the place of a death after this many more tokens: one of prefill, then one of decode.
 PAST_TOKENS = 2
 MAX_LOSSES = 2
 MAX_KNOWN = 256
 
 
 class Deaths:
-    """How workers died, as far as it is known: asked for once for all who wait for it."""
+    """The known deaths of workers. One query serves all choices that wait for it."""
 
     def __init__(self, ask: Callable[[str], Awaitable[Death | None]]) -> None:
         """`ask` may raise RegistryUnavailable."""
@@ -45,23 +45,23 @@ class Deaths:
         self._heard: dict[str, dict[str, int]] = {}
 
     def note(self, incarnation: str, choice_id: str, num_written: int) -> None:
-        """This choice was lost with it when so many of its tokens had been heard."""
+        """Note that a choice was lost with this incarnation after `num_written` received tokens."""
         self._heard.setdefault(incarnation, {})[choice_id] = num_written
         if len(self._heard) > MAX_KNOWN:
             del self._heard[next(iter(self._heard))]
 
     def at_the_same_place(self, first: Death, second: Death) -> list[str]:
-        """Returns the choices that can be what both have died of: they had come no further.
+        """Returns the choices that may have caused both deaths, as they had made no progress between them.
 
-        All that was heard of one is the end of its prompt, which prefill may pass, and decode then die of it a token
-        later. What another gateway has heard is not known here: then both are possible.
+        Received tokens are part of the next attempt's prompt: prefill may pass it and decode crash one token later.
+        Tokens that another gateway received are unknown here; then both deaths may have one cause.
         """
         heard = self._heard.get(first.incarnation, {})
         most = {name: int(heard.get(name, place) == place) for name, place in first.named.items()}
         return [name for name in most if 0 <= second.named.get(name, -1) - first.named[name] <= most[name]]
 
     def explain(self, deaths: Iterable[Death]) -> None:
-        """A choice was convicted of these: nobody else is a suspect for them."""
+        """Note that a choice was convicted of these deaths, so that no other choice is a suspect for them."""
         self._explained |= dict.fromkeys(death.incarnation for death in deaths)
         while len(self._explained) > MAX_KNOWN:
             del self._explained[next(iter(self._explained))]
@@ -70,7 +70,7 @@ class Deaths:
         return incarnation in self._explained
 
     async def of(self, incarnation: str, wait_s: float) -> Death | None:
-        """None if nothing becomes known within `wait_s`."""
+        """Returns how an incarnation died; None if unknown after `wait_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while (death := await self._look(incarnation)) is None:
@@ -100,21 +100,21 @@ class Deaths:
 
 @dataclass(slots=True)
 class Loss:
-    """A worker that was lost: how much of the answer there was, and what it died of, once that is known."""
+    """A lost worker: the answer's length then, and how the worker died, once known."""
 
     num_written: int
     death: Death | None = None
 
 
 class Suspicion:
-    """One choice's record. `patience_s`: how long it waits to hear of two deaths."""
+    """The losses of one choice. `patience_s`: how long it waits for word of two deaths."""
 
     def __init__(self, choice_id: str, deaths: Deaths, patience_s: float) -> None:
         self._choice_id, self._deaths, self._patience_s = choice_id, deaths, patience_s
         self._losses: dict[str, Loss] = {}
 
     async def lost(self, incarnations: Collection[str], num_written: int, deadline: float) -> None:
-        """Workers' streams broke when it had so many tokens. Returns when it may go on.
+        """Note lost workers, and wait until the choice may resume.
 
         Raises:
             Poison
@@ -136,22 +136,22 @@ class Suspicion:
 
     @property
     def alone_until(self) -> int:
-        """How many tokens of its answer there are when it is past where workers have died; 0: it is no suspect."""
+        """Returns the length of its answer from which it is no suspect; 0 if it is none."""
         if self.begins_apart:
             return 0
         return max((self._place(loss) + PAST_TOKENS for loss in self._losses.values()), default=0)
 
     @property
     def begins_apart(self) -> bool:
-        """True if it was lost once, and nobody has said of what."""
+        """True if it was lost once for an unknown reason."""
         return len(self._losses) == len(self._unknown()) == 1
 
     def _is_convicted(self, first: Death, second: Death) -> bool:
-        """True if no other choice can be what both have died of: one may be named for what was computed beside it."""
+        """True if no other choice can have caused both deaths: a page also names innocent choices of the same step."""
         return len(second.named) == 1 or self._deaths.at_the_same_place(first, second) == [self._choice_id]
 
     def _forget(self, num_written: int) -> None:
-        """Losses that another was, or at places that it is past, as it has written or a later death has found it."""
+        """Drop losses that another choice caused, and losses at places that this choice has passed since."""
         reached = num_written
         for incarnation, loss in reversed(list(self._losses.items())):
             if self._deaths.is_explained(incarnation) or self._place(loss) + PAST_TOKENS <= reached:
@@ -172,5 +172,5 @@ class Suspicion:
                 self._losses[incarnation].death = death
 
     def _place(self, loss: Loss) -> int:
-        """Index of the token that was being computed, or a later one."""
+        """Returns the index of the token that was being computed, or a later one."""
         return loss.death.named[self._choice_id] if loss.death else loss.num_written + UNHEARD_TOKENS

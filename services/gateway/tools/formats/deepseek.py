@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1: a list of calls between marks, their arguments as a JSON block; since V3.1 as they are.
+"""DeepSeek V3 and R1: calls between marks, with arguments in a JSON block; since V3.1 without the block.
 
 <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f        <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}
 ```json

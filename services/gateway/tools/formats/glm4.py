@@ -1,4 +1,4 @@
-"""GLM-4: the function's name on a line, and its arguments on the next; further ones behind <|assistant|>."""
+"""GLM-4: the function's name on a line, its arguments on the next; further calls after <|assistant|>."""
 
 from __future__ import annotations
 

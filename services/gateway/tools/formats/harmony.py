@@ -1,4 +1,4 @@
-"""gpt-oss: messages, each with a header that says if it is a thought, an answer or a call.
+"""gpt-oss: messages, whose headers mark them as thoughts, answers or calls.
 
     <|channel|>analysis<|message|>thoughts<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
@@ -46,7 +46,7 @@ LAST_END = re.compile(rf"{ENDED}{S}(?:{begun(ASSISTANT)})?$")
 MAY_END = re.compile(rf"{LAST_END.pattern}|{MAY_BE_ENDED}$")
 LONGEST_END = 64
 OBJECT, MAY_BE_OBJECT = re.compile(r"\s*\{\s*[\"}]"), re.compile(r"\s*(?:\{\s*)?")
-NOBODY = ("assistant", "user", "all")  # recipients that are no tools
+NOBODY = ("assistant", "user", "all")  # recipients other than tools
 HEADING, TEXT, THOUGHT, CALL, HIDDEN = "heading", "text", "thought", "call", "hidden"
 
 
@@ -61,10 +61,10 @@ class Harmony(CallFormat):
         self._held, self._ended = "", False
         self._state = HEADING
         self._name = ""
-        self._told = 0  # characters of a call's arguments; -1: not even its name
+        self._told = 0  # reported characters of a call's arguments; -1: its name neither
         self._num_calls = 0
-        self._said = {TEXT: False, THOUGHT: False}  # in an earlier message
-        self._begun = False  # something of the present one
+        self._said = {TEXT: False, THOUGHT: False}  # kinds of text in earlier messages
+        self._begun = False  # the present message has text
 
     @property
     def within_thoughts(self) -> bool:
@@ -114,7 +114,7 @@ class Harmony(CallFormat):
         return HIDDEN if to else THOUGHT if channel == "analysis" else TEXT
 
     def _pass_text(self, pieces: list[Piece]) -> bool:
-        """Up to the mark that ends the message, or as far as none can have begun."""
+        """Pass text up to the mark that ends the message, or as far as none can have begun."""
         text, end = self._held, END.search(self._held)
         hold = None if end else (LAST_END if self._ended else MAY_END).search(text)
         stop = end.start() if end else hold.start() if hold else len(text)
@@ -153,7 +153,7 @@ class Harmony(CallFormat):
         return True
 
     def _end(self, text: str) -> int | None:
-        """Behind the arguments: where their brackets close, or where the message ends although they do not."""
+        """Returns the end of the arguments: their closing bracket, or the end of the message."""
         while found := END.search(text, self._looked):
             end = self._brackets.end(text[: found.start()], 0)
             if end is not None or not self._brackets.quoted:

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from services.gateway.tools.call import Call, CallReader, CompleteCall, begun, json_text
 
-S = r"\s{0,64}"  # so much white space, and no more: it is looked at again with each piece of text
-Part = tuple[str, str]  # a pattern of what must come, and one of all that it may begin with
+S = r"\s{0,64}"  # bounded, as it is matched again with each piece of text
+Part = tuple[str, str]  # a pattern, and one that matches its beginnings
 NAME: Part = (r"(?P<name>[\w.-]{1,256})", r"[\w.-]{0,256}")
 SPACE: Part = (S, S)
 OBJECT: Part = (rf"(?=\{{{S}[\"}}])", rf"(?:\{{{S})?")
@@ -23,7 +23,7 @@ def whole(*parts: Part) -> re.Pattern[str]:
 
 
 def partly(*heads: tuple[Part, ...]) -> re.Pattern[str]:
-    """Matches all that may yet become one of the heads."""
+    """Returns a pattern of everything that may become one of the heads."""
     found = ("".join(part for part, _ in parts[:i]) + part for parts in heads for i, (_, part) in enumerate(parts))
     return re.compile(re.sub(r"\?P<\w+>", "?:", "|".join(found)))
 
@@ -35,7 +35,7 @@ class HeadedCalls(CallReader):
     def _open(self) -> None:
         super()._open()
         self._head: re.Match[str] | None = None
-        self._end: int | None = None  # of the arguments
+        self._end: int | None = None  # end of the arguments
 
     def _take(self, text: str) -> CompleteCall | None:
         self._head = self._head or next((found for head in self.heads if (found := head.match(text))), None)
@@ -47,7 +47,7 @@ class HeadedCalls(CallReader):
         return None if behind is None else CompleteCall(behind, self._sketch(text))
 
     def _behind(self, text: str, end: int) -> int | None:
-        """Behind all that belongs to a call whose arguments end at `end`; None while that is not certain."""
+        """Returns the end of a call whose arguments end at `end`; None while uncertain."""
         return end
 
     def _sketch(self, text: str) -> list[Call]:
@@ -55,5 +55,5 @@ class HeadedCalls(CallReader):
         return [Call(head["name"], json_text(text[head.end() : self._end]))] if head else []
 
     def _mark_length(self, text: str) -> int:
-        """One may begin right behind the mark."""
+        """Returns the length to pass as text: another call may begin right after the mark."""
         return max([1, *(len(begin) for begin in self.begins if text.startswith(begin))])

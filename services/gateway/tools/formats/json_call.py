@@ -9,29 +9,29 @@ from collections.abc import Sequence
 from services.gateway.tools.brackets import Brackets
 from services.gateway.tools.call import Call, CallReader, CompleteCall, call_of, json_text, may_be_json, parsed
 
-# How an object begins that may be a call.
+# The beginning of an object that may be a call.
 OPENING = re.compile(r'\{\s*(?:"|$)')
 HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{\s*["}])', re.DOTALL
 )
-# In one body, for each of them what has come of it is parsed.
+# Attempts to parse an incomplete body, each of which reads all of it.
 MOST_LOOKS = 8
 
 
 class JsonCall:
-    """One call while it is written, at one place of a text that only grows."""
+    """One call while it is written, at a fixed place of a growing text."""
 
     def __init__(self) -> None:
         self._whole, self._arguments = Brackets('"'), Brackets('"')
         self._head: re.Match[str] | None = None
-        self._end: int | None = None  # of the arguments
+        self._end: int | None = None  # end of the arguments
 
     def end(self, text: str, start: int) -> int | None:
-        """Behind the object that begins at `start`, once it is complete."""
+        """Returns the end of the object at `start`; None while incomplete."""
         return self._whole.end(text, start)
 
     def begun(self, text: str, start: int) -> Call | None:
-        """Its name, and so much of its arguments as there is; None while that is not known."""
+        """Returns the call with its arguments so far; None while its name is unknown."""
         head = self._head = self._head or HEAD.match(text, start)
         name = parsed(head[1]) if head else None
         if head is None or not isinstance(name, str):
@@ -41,23 +41,23 @@ class JsonCall:
         return Call(name, json_text(text[head.end() : self._end]))
 
     def made(self, text: str, start: int, end: int) -> Call | None:
-        """The call that text[start:end] is, at any rate once it has begun; None where it is none."""
+        """Returns the call in text[start:end]; None if it is none and has not begun."""
         return self.begun(text[:end], start) or call_of(parsed(text[start:end]))
 
     def ended_by(self, text: str, start: int, nothing_follows: bool) -> int | None:
-        """Position behind the arguments of a call whose own bracket the model has forgotten."""
+        """Returns the end of the arguments of a call whose closing bracket is missing."""
         if self.begun(text, start) is None or self._end is None:
             return None
         rest = text[self._end :].lstrip()
         return self._end if (rest and rest[0] not in ",}") or (nothing_follows and not rest) else None
 
     def may_follow(self, text: str, start: int) -> bool:
-        """True while more text could make it a call."""
+        """True while the text could become a call."""
         return self.begun(text, start) is not None or may_be_json(text[start:])
 
 
 class JsonCalls(CallReader):
-    """One call a body."""
+    """Reads bodies of one call each."""
 
     def _open(self) -> None:
         super()._open()
@@ -66,10 +66,10 @@ class JsonCalls(CallReader):
 
     @abstractmethod
     def _object(self, text: str) -> int | None:
-        """Position of the object in a body; None while it has not come."""
+        """Returns the position of the object in a body; None before it."""
 
     def _offered(self, text: str, name: str) -> bool:
-        """True if a body may call this."""
+        """True if a body may call this tool."""
         return True
 
     def _take(self, text: str) -> CompleteCall | None:
@@ -88,7 +88,7 @@ class JsonCalls(CallReader):
         return self._no_call(text) if parsed(text[start:end]) is None else CompleteCall(end)
 
     def _may_be_cut(self, text: str) -> bool:
-        """True where nothing follows, and behind a mark, which may stand in a string: so few are looked at."""
+        """True at the answer's end, and after a mark, which may also be inside a string."""
         marks = [mark for mark in (*self.begins, *self.closers) if len(mark) > 1]
         if self._ended or not marks or self._num_looks == MOST_LOOKS:
             return self._ended

@@ -1,4 +1,4 @@
-"""Calls as JSON objects in a list behind a mark, each of them a call as soon as it is complete."""
+"""Calls as JSON objects in a list after a mark, each reported once it is complete."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 from services.gateway.tools.call import CompleteCall, Schemas
 from services.gateway.tools.formats.json_call import JsonCalls
 
-S = r"\s{0,64}"  # so much white space, and no more: it is looked at again with each piece of text
+S = r"\s{0,64}"  # bounded, as it is matched again with each piece of text
 
 
 class ListedCalls(JsonCalls):
-    bare: ClassVar[bool] = False  # one object may stand without its list
-    _entry: ClassVar[re.Pattern[str]]  # what comes before an object
+    bare: ClassVar[bool] = False  # a single object may have no list
+    _entry: ClassVar[re.Pattern[str]]  # matches what precedes an object
     _may_be_entry: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -24,7 +24,7 @@ class ListedCalls(JsonCalls):
 
     def __init__(self, schemas: Schemas) -> None:
         super().__init__(schemas)
-        self._listed = False  # behind a call of a list
+        self._listed = False  # after a call of a list
 
     def _object(self, text: str) -> int | None:
         entry = self._entry.match(text)
@@ -44,7 +44,7 @@ class ListedCalls(JsonCalls):
         return "" if self._held.strip() == "," else self._held
 
     def _close(self) -> bool:
-        """Behind a call of a list: its end, or the next one."""
+        """Take what follows a call of a list: its end, or the next call."""
         if not self._listed:
             return super()._close()
         rest = self._held.lstrip()

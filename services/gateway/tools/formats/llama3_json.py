@@ -1,6 +1,6 @@
 """Llama 3.1 and later: {"name": "f", "parameters": {...}}, with <|python_tag|> before it or not.
 
-Without the tag it is a call only as the first that is said, and only of a tool that was offered.
+Without the tag only the beginning of an answer is a call, and only of an offered tool.
 """
 
 from __future__ import annotations

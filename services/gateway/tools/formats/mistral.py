@@ -19,7 +19,7 @@ MAY_BE_HEAD = re.compile(
 
 class Mistral(ListedCalls):
     begins = ("[TOOL_CALLS]",)
-    id_form = "{:.9}"  # its templates take no others
+    id_form = "{:.9}"  # the only form that its templates accept
     parts = ("[CALL_ID]", "[ARGS]")
 
     def _take(self, text: str) -> CompleteCall | None:

@@ -10,7 +10,7 @@ from services.gateway.tools.call import Call, CallReader, CompleteCall, to_json
 
 TAG = "<|python_start|>"
 OPENING = re.compile(r"\[\s*(?:[^\W\d][\w.]*\s*(?:\(|$)|$)")
-# After so many commas or characters a list comes in parts no more: at each of them all before it is parsed.
+# Beyond so many commas or characters a list is not reported in parts: each part parses everything before it.
 MOST_COMMAS, MOST_PARSED = 256, 16 * 1024
 
 
@@ -23,9 +23,9 @@ class Pythonic(CallReader):
 
     def _open(self) -> None:
         super()._open()
-        self._num_read = 0  # commas
+        self._num_read = 0  # commas read
         self._parsed: list[Call] = []
-        self._comma = (0, 0)  # behind those
+        self._comma = (0, 0)  # position and depth of the last one
 
     def _take(self, text: str) -> CompleteCall | None:
         tag = len(TAG) if text.startswith(TAG) else 0
@@ -41,7 +41,7 @@ class Pythonic(CallReader):
         return CompleteCall(end, found) if found else self._broken(text, end)
 
     def _sketch(self, text: str) -> Sequence[Call]:
-        """Up to the last comma, between calls or between arguments of one, before which all is as it should be."""
+        """Returns the calls up to the last comma before which everything is valid."""
         start = text.find("[", len(TAG) if text.startswith(TAG) else 0)
         for comma, depth in self._brackets.separators[self._num_read : MOST_COMMAS]:
             found = _calls_up_to(text, start, comma, depth) if comma - start < MOST_PARSED else []
@@ -53,14 +53,14 @@ class Pythonic(CallReader):
         return self._parsed
 
     def _last_complete(self, text: str, start: int) -> CompleteCall | None:
-        """Those calls of a list without an end that are complete."""
+        """Returns the complete calls of a list without an end."""
         self._sketch(text)
         commas = [at for at, depth in self._brackets.separators[: self._num_read] if depth == 1]
         found = calls_of(text[start : commas[-1]] + "]") if commas else None
         return CompleteCall(commas[-1], found) if found else None
 
     def _broken(self, text: str, end: int) -> CompleteCall:
-        """A list that is none of calls: those that its sketch has, the last one as it is written."""
+        """Returns the body of a malformed list: the calls that were reported, the last one as written."""
         if not (calls := list(self._sketch(text))):
             return CompleteCall(end)
         comma, depth = self._comma
@@ -74,7 +74,7 @@ class Pythonic(CallReader):
 
 
 def _calls_up_to(text: str, start: int, comma: int, depth: int) -> list[Call]:
-    """Those of a list that is not complete, the last one as far as it will not change."""
+    """Returns the calls of an incomplete list, the last one as far as it will not change."""
     found = calls_of(text[start:comma] + (")]" if depth == 2 else "]")) or []
     if found and depth == 2:
         found[-1] = Call(found[-1].name, found[-1].arguments.removesuffix("}"))
@@ -82,7 +82,7 @@ def _calls_up_to(text: str, start: int, comma: int, depth: int) -> list[Call]:
 
 
 def calls_of(text: str) -> list[Call] | None:
-    """None where it is no list of calls."""
+    """Returns the calls in a list; None if it is no list of calls."""
     try:
         found = ast.parse(text, mode="eval").body
         if not isinstance(found, ast.List) or not found.elts:
@@ -95,7 +95,7 @@ def calls_of(text: str) -> list[Call] | None:
 def _call(node: ast.expr) -> Call:
     """
     Raises:
-        ValueError: it is no call, or has other arguments than named literals.
+        ValueError: the node is no call, or has arguments other than named literals.
     """
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with named arguments")

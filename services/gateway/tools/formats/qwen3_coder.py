@@ -32,8 +32,8 @@ VALUE_END = re.compile(
     r"|\n(?=<parameter=[^>\n]+>)"
     r"|\n(?=</function>\s*</tool_call>)"
 )
-LAST_VALUE_END = re.compile(rf"{VALUE_END.pattern}|\n(?=</function>\s*$)")  # where nothing follows
-# What may yet turn out to be the end of a value.
+LAST_VALUE_END = re.compile(rf"{VALUE_END.pattern}|\n(?=</function>\s*$)")  # at the answer's end
+# May become the end of a value.
 MAY_END = re.compile(r"\n?(?:</parameter>\s*|</function>\s*)?(?:<[^>\n]*)?$")
 SPACE = re.compile(r"\s*")
 TYPES: dict[str, type | tuple[type, ...]] = {
@@ -84,15 +84,15 @@ class Qwen3Coder(CallReader):
 
 
 class _PartialCall:
-    """A call while it is written: each value when it is complete, a string as far as it cannot have ended."""
+    """A call while it is written: values once complete, strings as far as they certainly continue."""
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
         self._name = ""
-        self._at = self._value = self._read = 0  # behind the complete values; the present one begins, is read up to
+        self._at = self._value = self._read = 0  # end of complete values; begin of the present one; read up to here
         self._given: dict[str, Any] = {}
         self._key: str | None = None
-        self._open = ""  # the text of an incomplete value, as JSON
+        self._open = ""  # an incomplete value's text as JSON
 
     def read(self, text: str, start: int) -> Sequence[Call]:
         if not self._name:
@@ -100,7 +100,7 @@ class _PartialCall:
             if head is None:
                 return ()
             if not text.startswith(END, head.end()) and not PARAMETER.match(text, head.end()):
-                return ()  # it may yet be text
+                return ()  # it may still be text
             self._name, self._at = head[1].strip(), head.end()
         while self._value_read(text):
             pass
@@ -108,7 +108,7 @@ class _PartialCall:
         return [Call(self._name, complete + self._open if self._given or self._open else "")]
 
     def _value_read(self, text: str) -> bool:
-        """True if the present value is complete, and another may follow."""
+        """Read on in the present value. Returns True if it is complete and another may follow."""
         if self._key is None and not self._found(text):
             return False
         assert self._key is not None
@@ -128,7 +128,7 @@ class _PartialCall:
 
     def _found(self, text: str) -> bool:
         found = PARAMETER.match(text, SPACE.match(text, self._at).end())  # type: ignore[union-attr]
-        if found is None or (found.end() == len(text) and not found[0].endswith("\n")):  # its new line may yet come
+        if found is None or (found.end() == len(text) and not found[0].endswith("\n")):  # its newline may still come
             return False
         self._key, self._value, self._read = found[1].strip(), found.end(), found.end() - 1
         return True
@@ -149,7 +149,7 @@ def _may_go_on(text: str, at: int) -> bool:
 
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """The value that a text stands for, of a type that the schema allows; the text itself where none fits."""
+    """Returns the value of a text, of a type that the schema allows; the text itself if none fits."""
     allowed = allowed_types(schema)
     if allowed == {"string"}:
         return text
@@ -163,7 +163,7 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def allowed_types(schema: Any) -> set[str]:
-    """Empty where the schema does not say."""
+    """Returns the types that a schema allows; empty if it does not name any."""
     if not isinstance(schema, Mapping):
         return set()
     kinds = schema.get("type", [])
@@ -177,7 +177,7 @@ def allowed_types(schema: Any) -> set[str]:
 
 
 def _list(said: Any) -> list[Any]:
-    """Clients' schemas are not checked where no answer is held to them."""
+    """Returns a list in a schema; [] for other values, as unenforced schemas are not checked."""
     return said if isinstance(said, list) else []
 
 

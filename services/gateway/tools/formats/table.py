@@ -1,4 +1,4 @@
-"""The formats that are read, by the names that --tool-parser takes, and how a chat template shows which is its own."""
+"""The formats by their names for --tool-parser, and how a chat template shows which one is the model's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMATS: dict[str, type[CallFormat]] = {
     "glm4": Glm4,
     "harmony": Harmony,
 }
-# The first format of which a template has a mark is the model's.
+# The first format with a mark in the template is the model's.
 MARKS = (
     ("<|channel|>", "harmony"),
     ("<｜tool▁call▁begin｜>", "deepseek"),

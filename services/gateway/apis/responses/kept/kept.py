@@ -1,4 +1,4 @@
-"""Responses and conversations that are kept, each owner's apart: another's are not there.
+"""Kept responses and conversations. Owners cannot see each other's.
 
 response       a record: `response`, `items` (all that it answers), `output`; one more for each item of its output
 conversation   a list: itself, then its items
@@ -20,20 +20,20 @@ from services.gateway.errors import InvalidRequest, NotKept, Unavailable
 from tandem.store import Store, StoreUnavailable
 
 log = structlog.get_logger(__name__)
-# Items.
+# Kinds of items.
 MOST_OF_PAGE, SOME_OF_PAGE = 100, 20
-# Ids that name something kept, by their beginnings. Whatever another kind's id names is not there.
+# Forms of ids of kept things, by kind.
 RESPONSE, CONVERSATION = re.compile("resp_[0-9A-Za-z_-]{1,128}"), re.compile("conv_[0-9A-Za-z_-]{1,128}")
 ITEM = re.compile("(?!resp_|conv_)[a-z]{1,8}_[0-9A-Za-z_-]{1,128}")
 
 
 def joined_lists(lists: Sequence[bytes]) -> bytes:
-    """Several JSON lists as one."""
+    """Returns several JSON lists joined."""
     return b"[" + b",".join(one[1:-1] for one in lists if len(one) > 2) + b"]"
 
 
 class Kept:
-    """One owner's."""
+    """The kept responses and conversations of one owner."""
 
     def __init__(self, store: Store, owner: str, most_bytes: int, ttl_s: int) -> None:
         self._store, self.most_bytes, self._ttl_s = store, most_bytes, ttl_s
@@ -48,7 +48,7 @@ class Kept:
         return found
 
     async def items_of(self, response_id: str) -> bytes:
-        """The list of those that it answered.
+        """Returns the JSON list of the items that a response answered.
 
         Raises:
             NotKept | Unavailable
@@ -57,7 +57,7 @@ class Kept:
         return found
 
     async def behind(self, response_id: str) -> bytes:
-        """The list of items that a next response goes on from.
+        """Returns the JSON list of items that a next response continues.
 
         Raises:
             InvalidRequest | Unavailable
@@ -77,7 +77,7 @@ class Kept:
         return found
 
     async def keep(self, response: Mapping[str, Any], items: bytes) -> bool:
-        """False where it is too large, or the store does not take it."""
+        """Keep a response. Returns False if it is too large or the store refuses it."""
         output = orjson.dumps(response["output"])
         fields = {"response": orjson.dumps(response), "items": items, "output": output}
         if sum(map(len, fields.values())) > self.most_bytes:
@@ -92,13 +92,13 @@ class Kept:
         return True
 
     async def forget(self, response_id: str) -> None:
-        """With the items of its output.
+        """Delete a response with the items of its output.
 
         Raises:
             NotKept | Unavailable
         """
         (output,) = await self._fields(_checked(RESPONSE, response_id), "output")
-        await self.cancel(response_id)  # where it is still being made
+        await self.cancel(response_id)  # if it is still being generated
         items = (item["id"] for item in orjson.loads(output))
         await self._delete(response_id, f"{response_id}:events", *items)
 
@@ -115,7 +115,7 @@ class Kept:
                 raise NotKept(names[0])
 
     async def beat(self, response_id: str, events: Sequence[bytes], ttl_s: int) -> None:
-        """Its gateway lives, and these events are new.
+        """Mark a background response as alive, and append new events.
 
         Raises:
             Unavailable
@@ -148,7 +148,7 @@ class Kept:
         return await self._is_there(f"{response_id}:cancelled")
 
     async def events(self, response_id: str, start: int) -> list[bytes]:
-        """From number `start` on.
+        """Returns the events from number `start` on.
 
         Raises:
             Unavailable
@@ -173,7 +173,7 @@ class Kept:
             await self._store.begin(self._key(conversation["id"]), entries, self._ttl_s)
 
     async def conversation(self, conversation_id: str) -> list[bytes]:
-        """Itself, and its items.
+        """Returns a conversation and its items.
 
         Raises:
             InvalidRequest: it is full.
@@ -197,7 +197,7 @@ class Kept:
                 raise NotKept(conversation_id)
 
     async def rename(self, conversation: Mapping[str, Any]) -> None:
-        """Its new metadata.
+        """Replace a conversation's metadata.
 
         Raises:
             Unavailable
@@ -227,7 +227,7 @@ class Kept:
 def _checked(kind: re.Pattern[str], name: str) -> str:
     """
     Raises:
-        NotKept: it is no id of this kind.
+        NotKept: the name is no id of this kind.
     """
     if not kind.fullmatch(name):
         raise NotKept(name)
@@ -236,7 +236,7 @@ def _checked(kind: re.Pattern[str], name: str) -> str:
 
 @contextmanager
 def _reached() -> Iterator[None]:
-    """Around calls of the store.
+    """Translate errors of the store.
 
     Raises:
         Unavailable
@@ -248,7 +248,7 @@ def _reached() -> Iterator[None]:
 
 
 def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Newest first, unless `order` is asc.
+    """Returns a page of items, newest first unless `order` is asc.
 
     Raises:
         InvalidRequest

@@ -1,4 +1,4 @@
-"""Recalls what a response goes on from, and keeps its end: earlier items before its own, itself kept at its end.
+"""Recalls the items that a response continues, and keeps the response at its end.
 
 previous_response_id, conversation, item_reference ──> items ──> before those of the body ──> read as one body
 its end ──> kept, within a bound of time ──> `completed` says whether it is
@@ -25,13 +25,13 @@ PREFIXES = {
     "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
     "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
 }  # fmt: skip
-MOST_REFERENCES = 1000  # in one input
+MOST_REFERENCES = 1000  # references in one input
 NEEDS_STORE = ("previous_response_id", "conversation", "background")
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """The place of one response's end. `items`: all that it answers; `own`: those of its body."""
+    """The place to keep a response at its end. `items`: all items that it answers; `own`: those of its body."""
 
     kept: Kept
     stores: bool
@@ -40,7 +40,7 @@ class Keeping:
     conversation: str | None
 
     async def end(self, response: Mapping[str, Any]) -> bool:
-        """Returns whether the response is kept. The answer is not lost for it."""
+        """Keep the response. Returns whether it is kept; a failure does not fail the answer."""
         if self.conversation:
             said = [*orjson.loads(self.own), *response["output"]]
             try:
@@ -57,7 +57,7 @@ def kept_of(shared: Shared, owner: str) -> Kept | None:
 
 
 async def recalled(llm: LLM, body: Incoming[ResponseBody]) -> tuple[bytes | None, Keeping | None]:
-    """Returns the body with all items that it goes on from, None if these are its own; and where its response is kept.
+    """Returns the body with all items that it continues (None: its own alone), and where its response is kept.
 
     Raises:
         GatewayError
@@ -87,9 +87,9 @@ async def recalled(llm: LLM, body: Incoming[ResponseBody]) -> tuple[bytes | None
 
 
 def items_of(said: Any, unique: str) -> bytes:
-    """The items of an `input` as a list, each with an id; what is none is left for others to refuse.
+    """Returns the items of `input` as a JSON list, each with an id; values that are no items are left unchanged.
 
-    An id that the client has not given has `unique` in it, whatever the item says: text said twice is two items.
+    Made ids contain `unique`, so that a text sent twice is two items.
     """
     items = [{"type": "message", "role": "user", "content": said}] if isinstance(said, str) else said
     if not isinstance(items, list):
@@ -133,7 +133,7 @@ def _is_reference(item: Any) -> bool:
 
 
 async def _resolved(kept: Kept, items: bytes) -> bytes:
-    """With the items that others refer to, as long as they have no more bytes than a response that is kept.
+    """Returns items with references replaced by the items that they name, within the size of a kept response.
 
     Raises:
         GatewayError

@@ -1,4 +1,4 @@
-"""Routes to what is kept: responses, conversations, and their items."""
+"""Routes of kept responses, conversations, and their items."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from services.gateway.door import Endpoint, Exchange
 from services.gateway.errors import GatewayError, InvalidRequest, NotKept, TimedOut
 from services.gateway.shared import Shared
 
-MOST_ITEMS = 20  # that are added at once
+MOST_ITEMS = 20  # added by one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ Respond = Callable[[Asked], Awaitable[Any]]
 
 
 class KeptEndpoint(Endpoint):
-    """Serves what is kept for the caller, by the request's method."""
+    """An endpoint for kept things of the caller, by method."""
 
     def __init__(self, shared: Shared, methods: Mapping[str, Respond], wall: Callable[[], float]) -> None:
         super().__init__(shared)
@@ -88,17 +88,17 @@ def _after(query: Mapping[str, str]) -> int:
 
 
 async def get_response(asked: Asked) -> Any:
-    """Tell of a response that is kept, or of one in the background as far as it is; with `stream`, its events."""
+    """Get a kept response, or a background one as far as it is; with `stream`, its events."""
     return await current(asked.kept, asked.name)
 
 
 async def cancel_response(asked: Asked) -> Any:
-    """Cancel a response that is made in the background."""
+    """Cancel a background response."""
     return await cancel(asked.kept, asked.name)
 
 
 async def delete_response(asked: Asked) -> Any:
-    """Delete a response that is kept."""
+    """Delete a kept response."""
     await asked.kept.forget(asked.name)
     return {"id": asked.name, "object": "response", "deleted": True}
 
@@ -121,7 +121,7 @@ async def create_conversation(asked: Asked) -> Any:
 
 
 async def get_conversation(asked: Asked) -> Any:
-    """Tell of a conversation."""
+    """Get a conversation."""
     return orjson.Fragment((await asked.kept.conversation(asked.name))[0])
 
 
@@ -156,12 +156,12 @@ async def add_items(asked: Asked) -> Any:
 
 
 async def get_item(asked: Asked) -> Any:
-    """Tell of one item of a conversation."""
+    """Get one item of a conversation."""
     return await _item(asked)
 
 
 async def delete_item(asked: Asked) -> Any:
-    """Delete one item of a conversation; the answer is the conversation."""
+    """Delete one item of a conversation; returns the conversation."""
     await asked.kept.remove(asked.name, orjson.dumps(await _item(asked)))
     return await get_conversation(asked)
 
@@ -179,7 +179,7 @@ async def _items_of(asked: Asked) -> list[Any]:
 
 
 async def _parsed(items: bytes) -> list[Any]:
-    """At most `store_max_bytes`, beside the loop."""
+    """Returns parsed items, at most `store_max_bytes` of them, parsed on a thread."""
     found: list[Any] = await asyncio.to_thread(orjson.loads, items)
     return found
 
@@ -195,7 +195,7 @@ def _items(said: Sequence[Any], asked: Asked) -> list[Any]:
 
 
 class KeptName(StringConvertor):
-    """The name of a response or a conversation in a path: not that of a route."""
+    """The id of a response or conversation in a path, which is not the name of a route."""
 
     regex = "(?!input_tokens(?:/|$))[^/]+"
 
@@ -213,7 +213,7 @@ KEPT: Mapping[str, Mapping[str, Respond]] = {
     "/v1/conversations/{name}/items": {"GET": list_items, "POST": add_items},
     "/v1/conversations/{name}/items/{item}": {"GET": get_item, "DELETE": delete_item},
 }  # fmt: skip
-# What else they take.
+# Their query parameters.
 KEPT_BODIES: Mapping[Respond, type[Body]] = {
     create_conversation: ConversationBody, change_conversation: ConversationBody, add_items: ItemsBody
 }  # fmt: skip
@@ -230,7 +230,7 @@ KEPT_QUERIES: Mapping[Respond, Mapping[str, Any]] = {
 
 
 def names_no_kept(path: str) -> bool:
-    """Returns True if a path looks like one of these routes, but what it names is none that could be kept."""
+    """True if a path looks like one of these routes but its id cannot exist."""
     return NOT_KEPT.match(path) is not None
 
 
