@@ -298,7 +298,7 @@ def a_model_that_has_left_keeps_its_tasks(patch: Patch) -> None:
     patch.setattr(Roster, "_drop", drop)
 
 
-@planted("is not served 2.0 s after", 120)
+@planted("is not served 2.0 s after", 300)
 def a_model_that_joins_waits(patch: Patch) -> None:
     load = Roster._load
 
