@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterator
@@ -83,6 +84,32 @@ def test_each_failure_says_who_detects_it_when_what_follows_and_where_that_is() 
         title, *lines = filter(None, section.splitlines())
         assert [line[: len(part)] for line, part in zip(lines, parts, strict=True)] == list(parts), title
         assert re.search(r"`(services|tandem)/[\w/]+\.(py|lua)`", lines[-1]), title
+
+
+def defined_in(path: Path) -> set[str]:
+    """Returns the functions, classes, methods as Class.method, and constants of a module."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.ClassDef():
+                methods = (ast.FunctionDef, ast.AsyncFunctionDef)
+                found |= {node.name, *(f"{node.name}.{one.name}" for one in node.body if isinstance(one, methods))}
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                found.add(node.name)
+            case ast.Assign() | ast.AnnAssign():
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def test_questions_about_the_code_lead_to_what_is_there() -> None:
+    table = text_of("docs/architecture.md").partition("## Where is …?")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 30
+    assert [row for row in rows if not re.search(r"`(services|tandem)/|\]\(", row)] == []
+    named = re.findall(r"`([\w/]+\.py)`: `([\w.]+)`", table)
+    assert len(named) >= 30
+    assert [(path, name) for path, name in named if name not in defined_in(ROOT / path)] == []
 
 
 def test_decisions_say_what_was_tried_and_what_would_change_them() -> None:
