@@ -38,14 +38,14 @@ commands:
 # Each imported only when requested, so that it starts fast.
 COMMANDS = {
     "up": "up:main",
-    "ps": "running:ps",
-    "down": "detached:down",
-    "logs": "running:logs",
+    "ps": "clusters.running:ps",
+    "down": "clusters.detached:down",
+    "logs": "clusters.running:logs",
     "profile": "profile:main",
     "set": "set:main",
     "top": "top:main",
     "trace": "trace:main",
-    "status": "detached:status",
+    "status": "clusters.detached:status",
     "chat": "chat:main",
     "generate": "generate:main",
     "drain": "drain:main",

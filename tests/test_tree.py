@@ -241,7 +241,9 @@ def test_the_scheduler_and_settings_need_no_torch(line: str) -> None:
 
 
 def test_ray_is_imported_only_where_it_is_asked_for() -> None:
-    code = "import sys, tandem.cli, tandem.cluster, tandem.commands.detached, tandem.commands.up, tandem.worker"
+    code = (
+        "import sys, tandem.cli, tandem.cluster, tandem.commands.clusters.detached, tandem.commands.up, tandem.worker"
+    )
     subprocess.run([sys.executable, "-c", f"{code}; assert 'ray' not in sys.modules"], check=True, timeout=60)
 
 
@@ -342,7 +344,7 @@ def test_time_chance_threads_and_sockets_are_used_in_shells_only() -> None:
 # What makes a client, and where alone: a machine's proxy variables would lead others out of the cluster.
 CLIENTS = {
     "insecure_channel(": "tandem/rpc/endpoints.py", "secure_channel(": "tandem/rpc/endpoints.py",
-    "httpx.AsyncClient(": "tandem/commands/gateways.py", "DefaultHttpxClient(": "tandem/commands/chat.py",
+    "httpx.AsyncClient(": "tandem/commands/clusters/gateways.py", "DefaultHttpxClient(": "tandem/commands/chat.py",
     "httpx.Client(": "", "httpx.get(": "", "httpx.post(": "", "urlopen(": "", "build_opener(": "",
 }  # fmt: skip
 

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from tandem.commands import UP_ADDRESSES
+from tandem.commands.clusters import UP_ADDRESSES
 from tandem.commands.markdown import Markdown
-from tandem.commands.running import running
+from tandem.commands.clusters.running import running
 from tandem.settings import Settings, load
 
 QUOTES = '"""'

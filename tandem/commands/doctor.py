@@ -19,10 +19,10 @@ from rich.table import Table
 
 from tandem import rpc
 from tandem.checkpoints import described, misfit, weights_bytes
-from tandem.commands import UP_ADDRESSES
-from tandem.commands.gateways import http_client
-from tandem.commands.own_cluster import with_own_password, with_own_secret
-from tandem.commands.up import UpSettings
+from tandem.commands.clusters import UP_ADDRESSES
+from tandem.commands.clusters.gateways import http_client
+from tandem.commands.clusters.own_cluster import with_own_password, with_own_secret
+from tandem.commands.up_options import UpSettings
 from tandem.machine.resources import usable_memory
 from tandem.process import IntegrityReport
 from tandem.registry import LiveWorker, ModelStatus, RedisAddress, Registry, RegistryUnavailable, Role, Wakefulness

@@ -9,8 +9,8 @@ import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tandem.commands import UP_ADDRESSES
-from tandem.commands.own_cluster import with_own_password
+from tandem.commands.clusters import UP_ADDRESSES
+from tandem.commands.clusters.own_cluster import with_own_password
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.security import DEFAULT_TIER, ApiKey, Keys, digest, read_keys, text_of, write_keys
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from tandem.aliases import FALLBACK, MOST_ALIASES, Alias
-from tandem.commands import UP_ADDRESSES
-from tandem.commands.own_cluster import with_own_password
+from tandem.commands.clusters import UP_ADDRESSES
+from tandem.commands.clusters.own_cluster import with_own_password
 from tandem.registry import Registry, RegistryUnavailable, Role
 
 Act = Callable[[Registry, argparse.Namespace], Awaitable[None]]

@@ -11,8 +11,8 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from tandem import rpc
-from tandem.commands import UP_ADDRESSES
-from tandem.commands.own_cluster import with_own_password, with_own_secret
+from tandem.commands.clusters import UP_ADDRESSES
+from tandem.commands.clusters.own_cluster import with_own_password, with_own_secret
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.security import ClusterSettings
 from tandem.settings import load

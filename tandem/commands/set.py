@@ -14,9 +14,9 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from tandem import rpc
-from tandem.commands import UP_ADDRESSES
-from tandem.commands.gateways import addresses, http_client, said_by
-from tandem.commands.own_cluster import with_own_password, with_own_secret
+from tandem.commands.clusters import UP_ADDRESSES
+from tandem.commands.clusters.gateways import addresses, http_client, said_by
+from tandem.commands.clusters.own_cluster import with_own_password, with_own_secret
 from tandem.registry import Registry, RegistryUnavailable, WorkerInfo
 from tandem.security import ClusterSettings
 from tandem.settings import load

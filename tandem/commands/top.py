@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tandem.commands import UP_ADDRESSES
-from tandem.commands.gateways import http_client
-from tandem.commands.own_cluster import with_own_password
+from tandem.commands.clusters import UP_ADDRESSES
+from tandem.commands.clusters.gateways import http_client
+from tandem.commands.clusters.own_cluster import with_own_password
 from tandem.registry import GatewayAddress, LiveWorker, Registry, RegistryUnavailable, Role
 from tandem.settings import Settings, load
 

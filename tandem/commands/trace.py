@@ -11,8 +11,8 @@ import httpx
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from tandem.commands import UP_ADDRESSES
-from tandem.commands.gateways import addresses, http_client, said_by
+from tandem.commands.clusters import UP_ADDRESSES
+from tandem.commands.clusters.gateways import addresses, http_client, said_by
 from tandem.settings import Settings, load
 
 

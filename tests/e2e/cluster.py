@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from tandem.commands import REDIS_URL_FILE
+from tandem.commands.clusters import REDIS_URL_FILE
 from tandem.hosts import address
 from tandem.local import free_ports
 from tandem.process.child_process import dying_with_parent

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.commands.running import RunningNote
+from tandem.commands.clusters.running import RunningNote
 from tandem.commands.up import DEMO_MODEL
 from tandem.local import free_ports
 

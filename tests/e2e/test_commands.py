@@ -18,7 +18,7 @@ import pytest
 
 from tandem import __version__
 from tandem.cli import COMMANDS, USAGE
-from tandem.commands import UP_ADDRESSES
+from tandem.commands.clusters import UP_ADDRESSES
 from tandem.commands.doctor import DoctorSettings
 from tandem.commands.generate import GenerateSettings
 from tandem.commands.up import UpSettings

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.commands import SECRET_FILE
+from tandem.commands.clusters import SECRET_FILE
 from tandem.commands.up import DEMO_MODEL
 from tandem.local import free_ports
 from tests.e2e.cluster import RunningCluster, running_cluster

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from redis import AuthenticationError, Redis
 
-from tandem.commands import LOGS, REDIS_URL_FILE, SECRET_FILE
+from tandem.commands.clusters import LOGS, REDIS_URL_FILE, SECRET_FILE
 from tandem.registry import LiveWorker, Registry, Role, WorkerInfo
 from tandem.security import NO_SECRET, ClusterSecret
 from tandem.transfer import LinkPeer, LocalPeer, Sender, TransferError

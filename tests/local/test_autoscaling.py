@@ -20,7 +20,7 @@ import yaml
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FakeMultiNodeProvider
 from ray.cluster_utils import Cluster as Raylets
 
-from tandem.commands.detached import down
+from tandem.commands.clusters.detached import down
 from tandem.local import free_ports
 from tandem.local.ray import ActorState, RayLauncher
 from tests.e2e.cluster import eventually

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.commands.running import noted
+from tandem.commands.clusters.running import noted
 from tandem.process.child_process import dying_with_parent
 
 

@@ -26,7 +26,7 @@ import yaml
 from grpc import aio
 from ray.cluster_utils import Cluster as Raylets
 
-from tandem.commands.detached import down, status
+from tandem.commands.clusters.detached import down, status
 from tandem.engine import Engine, EngineConfig, Request, SamplingParams
 from tandem.local import RedisServer, free_ports
 from tandem.local.ray import ActorState, RayLauncher

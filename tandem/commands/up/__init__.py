@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 
-from tandem.commands.detached import with_ray_address
-from tandem.commands.running import up_in_background
+from tandem.commands.clusters.detached import with_ray_address
+from tandem.commands.clusters.running import up_in_background
 from tandem.commands.up.checks import check
 from tandem.commands.up.environment import for_services
 from tandem.commands.up.models import fetched
 from tandem.commands.up.run import up_here, up_on_ray
-from tandem.commands.up.settings import DEMO_MODEL, UpSettings
+from tandem.commands.up_options import DEMO_MODEL, UpSettings
 from tandem.local import ServiceFailed
 from tandem.settings import load
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.cluster import Cluster, Model, check_settings
 from tandem.commands.up.models import check_name
-from tandem.commands.up.settings import UpSettings
+from tandem.commands.up_options import UpSettings
 from tandem.local import check_free
 from tandem.security import check_exposed
 

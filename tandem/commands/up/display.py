@@ -15,11 +15,12 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from tandem.commands import REDIS_URL_FILE, generate
-from tandem.commands.gateways import http_client
-from tandem.commands.own_cluster import registry_name
+from tandem.commands import generate
+from tandem.commands.clusters import REDIS_URL_FILE
+from tandem.commands.clusters.gateways import http_client
+from tandem.commands.clusters.own_cluster import registry_name
 from tandem.commands.up.plan import ClusterPlan
-from tandem.commands.up.settings import UpSettings
+from tandem.commands.up_options import UpSettings
 from tandem.local import Launcher
 from tandem.registry import RedisAddress
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
-from tandem.commands.up.settings import UpSettings
+from tandem.commands.up_options import UpSettings
 
 PREFIX = "TANDEM_"
 # Kubernetes tells every pod of a Service that is called tandem-… by such variables, and by its URL.

@@ -19,7 +19,7 @@ from tandem.checkpoints import (
     wanted_files,
 )
 from tandem.cluster import Cluster, Model, ModelWeights
-from tandem.commands.up.settings import KV_MEMORY
+from tandem.commands.up_options import KV_MEMORY
 from tandem.machine.resources import usable_memory
 
 DEFAULT_KV = KV_MEMORY["model", "prefill"]  # what a worker takes that is told nothing

@@ -6,7 +6,7 @@ from pathlib import Path
 from secrets import token_urlsafe
 
 from tandem.cluster import Cluster, Service
-from tandem.commands import REDIS_URL_FILE
+from tandem.commands.clusters import REDIS_URL_FILE
 from tandem.commands.up.secret import write_for_owner
 from tandem.local import free_ports
 

@@ -19,14 +19,14 @@ from rich.live import Live
 from rich.markup import escape
 
 from tandem.cluster import DEFAULT_NAMESPACE, Cluster
-from tandem.commands.gateways import http_client
-from tandem.commands.running import noted
+from tandem.commands.clusters.gateways import http_client
+from tandem.commands.clusters.running import noted
 from tandem.commands.up.display import capacities, lines_to_try, note_of, progress, status, stream_sample
 from tandem.commands.up.on_demand import on_demand
 from tandem.commands.up.plan import ClusterPlan
 from tandem.commands.up.redis import redis_of, store_of
 from tandem.commands.up.secret import with_secret
-from tandem.commands.up.settings import UpSettings
+from tandem.commands.up_options import UpSettings
 from tandem.local import Launcher, LocalLauncher, OnDemand, ServiceFailed, unless_failed, until_set
 from tandem.process import LogOutput, descriptor_of
 from tandem.registry import RedisAddress, Registry, RegistryUnavailable, report_death

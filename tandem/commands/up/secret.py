@@ -7,7 +7,7 @@ from pathlib import Path
 from secrets import token_urlsafe
 
 from tandem.cluster import Cluster
-from tandem.commands import SECRET_FILE
+from tandem.commands.clusters import SECRET_FILE
 
 
 def with_secret(cluster: Cluster, folder: Path) -> Cluster:

@@ -1,4 +1,4 @@
-"""Options of `tandem up`."""
+"""Options of `tandem up`. `tandem doctor --fit` counts with them, too."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pydantic_settings import CliPositionalArg, NoDecode
 
 from tandem.checkpoints import MemoryNeed, ModelPath, as_folder, find_model, held_weights, misfit
 from tandem.cluster import Cluster, read_cluster
-from tandem.commands import LOGS
+from tandem.commands.clusters import LOGS
 from tandem.machine.resources import usable_memory
 from tandem.security import ClusterSettings
 
-DEMO_MODEL = Path(__file__).parents[3] / "models" / "demo" / "target"
+DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo" / "target"
 # Options that say how, not what: a file leaves them to the command line.
 BESIDE_FILE = {"file", "ray", "ray_namespace", "detach", "logs", "ready_timeout_s", "sample"}
 KV_MEMORY = {

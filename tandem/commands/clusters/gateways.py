@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import httpx
 
-from tandem.commands.own_cluster import with_own_password
+from tandem.commands.clusters.own_cluster import with_own_password
 from tandem.registry import Registry, RegistryUnavailable
 
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.cluster import DEFAULT_NAMESPACE
-from tandem.commands.running import down_here
+from tandem.commands.clusters.running import down_here
 from tandem.registry import Registry, RegistryUnavailable
 from tandem.settings import Settings, load
 

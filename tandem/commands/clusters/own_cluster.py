@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from tandem.commands import LOGS, REDIS_URL_FILE, SECRET_FILE
-from tandem.commands.running import running
+from tandem.commands.clusters import LOGS, REDIS_URL_FILE, SECRET_FILE
+from tandem.commands.clusters.running import running
 from tandem.registry import RedisAddress
 from tandem.security import ClusterSettings
 
