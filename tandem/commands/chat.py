@@ -1,7 +1,7 @@
 """`tandem chat`: talk to a running cluster in the terminal.
 
 you> …            a message; one that begins with three quotation marks goes on until three more
-the model's text  as it comes, its Markdown as bold, code and bullets; Ctrl-C stops this answer and keeps the chat
+the model's text  as it comes, on a terminal its Markdown rendered; Ctrl-C stops this answer and keeps the chat
 [what it cost]    tokens per second, first token, path, cached tokens
 """
 
@@ -11,24 +11,32 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import httpx
 import openai
+from markdown_it import MarkdownIt
 from openai import DefaultHttpxClient, OpenAI, omit
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
 from rich.markup import escape
+from rich.segment import Segment, SegmentLines
 from rich.text import Text
 
+from tandem.commands import CONTROLS
 from tandem.commands.clusters import UP_ADDRESSES
-from tandem.commands.markdown import Markdown
 from tandem.commands.clusters.running import running
 from tandem.settings import Settings, load
 
 QUOTES = '"""'
+# HTML stays text: rich would leave it out.
+MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 HELP = """\
 /help            this list
 /model [NAME]    the models that are served; talk to another one
@@ -122,6 +130,56 @@ def read_line(prompt: str) -> str:
     return input(prompt)
 
 
+class WrittenMarkdown:
+    """Markdown on a terminal while it is written: its last block is redrawn until the next one begins."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._last, self._first = console, "", True
+        self._live = Live(console=console, get_renderable=self._shown, refresh_per_second=10, transient=True)
+
+    def __enter__(self) -> WrittenMarkdown:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+        self._print(len(self._last))
+
+    def add(self, part: str) -> None:
+        self._last += part
+        if "\n" in part:  # no block ends before its line does
+            complete = self._last[: self._last.rindex("\n") + 1]
+            starts = [token.map[0] for token in MARKDOWN.parse(complete) if token.map and token.level == 0]
+            before = complete.split("\n")[: max(starts, default=0)]
+            self._print(sum(len(line) + 1 for line in before))
+
+    def _print(self, length: int) -> None:
+        """Prints blocks that are complete, above the last one."""
+        complete, self._last = self._last[:length], self._last[length:]
+        if lines := self._lines(complete):
+            self._console.print(SegmentLines(lines, new_lines=True))
+            self._first = False
+
+    def _shown(self) -> SegmentLines:
+        """Returns as many of the last block's lines as the terminal has room for."""
+        return SegmentLines(self._lines(self._last)[-(self._console.height - 1) :], new_lines=True)
+
+    def _lines(self, text: str) -> list[list[Segment]]:
+        """Returns the text's lines with one that is blank between them and those before."""
+        lines = self._console.render_lines(rendered(text), pad=False)
+        full = [at for at, line in enumerate(lines) if any(part.text.strip() for part in line)]
+        return [*([] if self._first else [[]]), *lines[full[0] : full[-1] + 1]] if full else []
+
+
+def rendered(text: str) -> Markdown:
+    """Returns Markdown whose lines stay lines and whose links show where they lead."""
+    markdown = Markdown("", hyperlinks=False)
+    markdown.parsed = MARKDOWN.parse(text)
+    for inline in chain.from_iterable(token.children or () for token in markdown.parsed):
+        inline.type = "hardbreak" if inline.type == "softbreak" else inline.type
+    return markdown
+
+
 class Chat:
     def __init__(
         self,
@@ -201,14 +259,14 @@ class Chat:
 
     def _stream(self, cost: Cost, parts: list[str]) -> None:
         """Shows the parts as they come, and keeps them."""
-        markdown = Markdown() if self._console.is_terminal and not self._console.is_dumb_terminal else None
-        try:
+        rendered = self._console.is_terminal and not self._console.is_dumb_terminal
+        with WrittenMarkdown(Console(file=self._console.file)) if rendered else nullcontext() as markdown:
             for part in self._parts(cost):
                 parts.append(part)
-                self._console.print(markdown.feed(part) if markdown else Text(part), end="")
-        finally:
-            if markdown:
-                self._console.print(markdown.end(), end="")
+                if markdown:
+                    markdown.add(part.translate(CONTROLS))
+                else:
+                    self._console.print(Text(part.translate(CONTROLS)), end="")
 
     def _parts(self, cost: Cost) -> Iterator[str]:
         most, temperature = self._settings.max_tokens, self._settings.temperature

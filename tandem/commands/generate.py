@@ -10,6 +10,7 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from tandem import rpc
+from tandem.commands import CONTROLS
 from tandem.settings import Settings, load
 from tandem.v1 import llm_pb2, llm_pb2_grpc
 
@@ -59,10 +60,10 @@ async def run(arguments: list[str]) -> None:
             if not found.models:
                 raise SystemExit("the gateway serves no model")
             request.model = found.models[0].id
-        before = request.prompt
+        before, hidden = request.prompt, CONTROLS if sys.stdout.isatty() else {}
         try:
             async for response in service.Generate(request, timeout=settings.timeout_s, metadata=key):
-                print(before + response.text, end="", flush=True)
+                print(before + response.text.translate(hidden), end="", flush=True)
                 before = ""
         finally:
             if before != request.prompt or settings.chat:
