@@ -62,7 +62,7 @@ class WorkerInfo:
     role: Role
     incarnation: str
     grpc_address: str
-    transfer_address: str  # host:port of the KV listener; empty for prefill
+    transfer_address: str  # host:port of the KV listener
     model: str
     revision: str  # of the weights
     layout_hash: str

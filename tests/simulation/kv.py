@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from tandem.transfer.protocol.wire import Bytes, header_bytes, parse_header
+from tandem.transfer.protocol.wire import HEADER_BYTES, Bytes, parse_header
 from tandem.transfer.transports.base import ByteStream, Listener, Transport
 from tandem.transfer.transports.host import InlineTransport
 from tests.simulation.network import SimulatedEnd, SimulatedNetwork
@@ -143,6 +143,6 @@ class _Stream:
             return
         while data:
             message = parse_header(data)
-            size = header_bytes(data) + message.inline_bytes
+            size = HEADER_BYTES + message.inline_bytes
             yield from self._kv.spoil(data[:size])
             data = data[size:]

@@ -23,7 +23,7 @@ from tandem.transfer.protocol.endpoint import FrameShape, LinkPeer, TransferErro
 from tandem.transfer.protocol.landings import Landing, Landings
 from tandem.transfer.protocol.receiver import ReceiverProtocol, Write
 from tandem.transfer.protocol.sender import Outgoing, Payload, SenderProtocol
-from tandem.transfer.protocol.wire import INLINE, Hello, LinkMessage, checksum, header_bytes, parse_header
+from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Hello, LinkMessage, checksum, parse_header
 from tandem.transfer.transports.base import ReceiveSide
 from tandem.transfer.transports.host import HostReceiveSide
 
@@ -220,7 +220,7 @@ class TransferWorld:
         if self._chance("stale"):
             message = parse_header(data)
             message.nonce ^= 1
-            return message.header() + data[header_bytes(data) :]
+            return message.header() + data[HEADER_BYTES:]
         return data
 
     def _at_receiver(self, data: bytes) -> None:
@@ -320,5 +320,5 @@ class TransferWorld:
 
 def parsed(data: bytes) -> LinkMessage:
     message = parse_header(data)
-    message.body = memoryview(data)[header_bytes(data) :]
+    message.body = memoryview(data)[HEADER_BYTES:]
     return message

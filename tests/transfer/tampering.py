@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 from tandem.transfer import Network
-from tandem.transfer.protocol.wire import INLINE, LEAST_HEADER_BYTES, Bytes, Kind, LinkMessage, parse_header
+from tandem.transfer.protocol.wire import HEADER_BYTES, INLINE, Bytes, Kind, LinkMessage, parse_header
 from tandem.transfer.transports.base import ByteStream, Listener
 from tests.transfer import fake_nccl
 from tests.transfer.toy import buffers
@@ -22,7 +22,7 @@ class TamperingStream:
     def send(self, parts: Iterable[Bytes]) -> int:
         views = [memoryview(part) for part in parts]
         for place, view in enumerate(views):
-            if self._target and len(view) >= LEAST_HEADER_BYTES and bytes(view[:4]) == b"TDKV":
+            if self._target and len(view) >= HEADER_BYTES and bytes(view[:4]) == b"TDKV":
                 self._tamper(views, place)
         return self._stream.send(views)
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tandem.transfer import Link, LinkPeer, LinkRuntime, LocalPeer, MemoryNetwork, Push, Receiver, Sender, TransferError
-from tandem.transfer.protocol.wire import Bytes, Kind, header_bytes, parse_header
+from tandem.transfer.protocol.wire import HEADER_BYTES, Bytes, Kind, parse_header
 from tandem.transfer.runtime.driver import Task
 from tandem.transfer.transports import TRANSPORTS
 from tandem.transfer.transports.base import ByteStream, Listener, Transport
@@ -127,7 +127,7 @@ class FaultyStream:
         sent, kept = len(data), bytearray()
         while data:
             message = parse_header(data)
-            size = header_bytes(data) + message.inline_bytes
+            size = HEADER_BYTES + message.inline_bytes
             kept += self._spoiled(message.kind, data[:size])
             data = data[size:]
         assert self._stream.send([bytes(kept)]) == len(kept)

@@ -24,8 +24,6 @@ from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import FrameShape, LocalPeer, TransferError
 from tandem.transfer.protocol.landings import Landing, Landings
 from tandem.transfer.protocol.wire import (
-    OLDEST,
-    VERSION,
     WHOLE,
     Begin,
     Failure,
@@ -77,7 +75,7 @@ class ReceiverProtocol:
         self.fetches: deque[Fetch] = deque()
         self.hello: Hello | None = None
         self.side: ReceiveSide | None = None
-        self._nonce, self._version = nonce, OLDEST
+        self._nonce = nonce
         self._accept = accept
         self._opened_at = now
         self._settles_at = math.inf  # what this sender is expected to begin, and has not begun on this link by then
@@ -195,11 +193,10 @@ class ReceiverProtocol:
         if message.kind is not Kind.HELLO or checksum(message.body) != message.payload_sum:
             raise TransferError("FAILED_PRECONDITION", "the peer did not begin with HELLO")
         hello = parse(Hello, message.body)
-        self._version = min(max(message.newest, OLDEST), VERSION)
         try:
             check_proof(hello, self._secret)
         except TransferError as why:  # it is not who it says it is, so nothing that it says is kept
-            self.outbox.append(self._message(Kind.REFUSE, Failure(code=why.code, message=why.message).packed()))
+            self.outbox.append(control(Kind.REFUSE, Failure(code=why.code, message=why.message).packed()))
             return
         self.hello = hello
         fault, refused = self._mismatch(hello), dict[str, str]()
@@ -209,7 +206,7 @@ class ReceiverProtocol:
             reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
             fault = fault or f"transports: none in common ({reasons}); let both use one, such as tcp"
             refusal = Failure(code="FAILED_PRECONDITION", message=fault)
-            self.outbox.append(self._message(Kind.REFUSE, refusal.packed()))
+            self.outbox.append(control(Kind.REFUSE, refusal.packed()))
             return
         self.landings.linked(hello.sender.incarnation, self)
         welcome = Welcome(
@@ -217,7 +214,7 @@ class ReceiverProtocol:
             num_layers=self.shape.num_layers, block_bytes=self.shape.block_bytes,
             max_frame_bytes=self.shape.max_frame_bytes,
         )  # fmt: skip
-        self.outbox.append(self._message(Kind.WELCOME, proven(welcome, self._secret, hello.proof).packed()))
+        self.outbox.append(control(Kind.WELCOME, proven(welcome, self._secret, hello.proof).packed()))
         self._nonce = link_nonce(hello.sender, self.local, hello.nonce, self._nonce)
 
     def _mismatch(self, hello: Hello) -> str:
@@ -309,10 +306,6 @@ class ReceiverProtocol:
             self.landings.end(landing, TransferError(code, f"{landing.transfer_id}: {why}"))
 
     def _send(self, kind: Kind, handle: int = 0, body: bytes = b"") -> None:
-        message = self._message(kind, body)
+        message = control(kind, body)
         message.nonce, message.handle = self._nonce, handle
         self.outbox.append(message)
-
-    def _message(self, kind: Kind, body: bytes) -> LinkMessage:
-        """As the peer reads it; before both have said HELLO no link has a nonce."""
-        return control(kind, body, version=self._version)

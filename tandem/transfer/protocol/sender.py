@@ -21,8 +21,6 @@ from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import LinkPeer, LocalPeer, TransferError
 from tandem.transfer.protocol.wire import (
     INLINE,
-    OLDEST,
-    VERSION,
     Begin,
     Bytes,
     Checksum,
@@ -101,13 +99,13 @@ class SenderProtocol:
         self._local = local
         self.liveness = Liveness(now, local.vitals.starvation)
         self.hello = proven(Hello(sender=local.identity, receiver=remote, nonce=nonce, offers=offers), local.secret)
-        self.outbox: deque[LinkMessage] = deque([control(Kind.HELLO, self.hello.packed(), newest=VERSION)])
+        self.outbox: deque[LinkMessage] = deque([control(Kind.HELLO, self.hello.packed())])
         self.welcome: Welcome | None = None
         self.error: TransferError | None = None
         self.ended: list[Outgoing] = []
         self.credits: list[int] = []
         self.probed: dict[int, bool] = {}
-        self._nonce, self._version = 0, OLDEST
+        self._nonce = 0
         self._handles = 0
         self._live: dict[int, Outgoing] = {}
         self._probes: dict[int, LinkMessage] = {}
@@ -167,8 +165,6 @@ class SenderProtocol:
     def fetch(self, fetch: Fetch) -> None:
         """Asks the receiver for cached blocks. What comes of it is seen where they are to land."""
         self.opened()
-        if self._version < VERSION:
-            raise TransferError("FAILED_PRECONDITION", f"{self.remote} does not know FETCH: its wire version is older")
         self._send(Kind.FETCH, 0, fetch.packed())
 
     def probe(self, payload: Payload) -> int:
@@ -245,7 +241,7 @@ class SenderProtocol:
             text = f"asked for {self.remote} over {sorted(self.hello.offers)}, got {welcome.receiver}"
             raise TransferError("FAILED_PRECONDITION", f"{text}, {welcome.transport}")
         self._nonce = link_nonce(self._local.identity, self.remote, self.hello.nonce, welcome.nonce)
-        self.welcome, self._version = welcome, message.version
+        self.welcome = welcome
 
     def _control(self, message: LinkMessage, now: float) -> None:
         outgoing = self._live.get(message.handle)
@@ -313,10 +309,7 @@ class SenderProtocol:
         self.outbox = kept
 
     def _announced(self, kind: Kind, handle: int, payload: Payload) -> LinkMessage:
-        message = LinkMessage(
-            kind, self._nonce, handle, length=payload.length, offset=payload.slot, slot=payload.slot,
-            version=self._version,
-        )  # fmt: skip
+        message = LinkMessage(kind, self._nonce, handle, length=payload.length, offset=payload.slot, slot=payload.slot)
         if callable(payload.checksum):
             message.later = payload.checksum
         else:
@@ -329,7 +322,7 @@ class SenderProtocol:
         self.outbox.append(self._message(kind, handle, body))
 
     def _message(self, kind: Kind, handle: int = 0, body: Bytes = b"") -> LinkMessage:
-        return control(kind, bytes(body), nonce=self._nonce, handle=handle, version=self._version)
+        return control(kind, bytes(body), nonce=self._nonce, handle=handle)
 
     def _next_handle(self) -> int:
         self._handles += 1

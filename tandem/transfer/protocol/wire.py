@@ -1,14 +1,13 @@
 """Messages of a link: headers of 80 bytes, each with the body it announces.
 
-    header   magic version kind newest | link nonce | transfer | layer, first block, blocks | length, offset | sums
-             and in version 6 source | extent
+    header   magic version kind | link nonce | transfer | layer, first block, blocks | length, offset | payload's sum
+             source | extent | the header's own sum
     body     `length` bytes behind the header; or, where `offset` is not INLINE, at that offset, as the transport has it
 
 The payload's xxh3_64 stands in the header and the header's own xxh3_64 covers it, so together they cover all. A header
 that fails means the stream cannot be followed any more and the link ends; a payload that fails costs one transfer.
 
-Two versions are spoken. HELLO goes as the older one, in headers of 64 bytes, and its `newest` says what else its sender
-speaks; from WELCOME on a link has the newest that both do.
+Peers of different versions refuse each other: a header of any version but VERSION ends the link, HELLO's first of all.
 """
 
 from __future__ import annotations
@@ -28,16 +27,14 @@ from tandem.security import ClusterSecret
 from tandem.transfer.protocol.endpoint import LinkPeer, TransferError
 
 MAGIC = b"TDKV"
-VERSION, OLDEST = 6, 5
+VERSION = 6
 INLINE = 2**64 - 1
 MAX_CONTROL_BYTES = 1 << 20
 MAX_FETCHED_BLOCKS = 1 << 14  # as many names as a message holds
 
-_FIELDS = {5: struct.Struct("<4sBBBxQQIIIIQQ"), 6: struct.Struct("<4sBBBxQQIIIIQQBxHHHHHH2x")}
+_FIELDS = struct.Struct("<4sBBxxQQIIIIQQBxHHHHHH2x")
 _SUM = struct.Struct("<Q")
-_HEADER_BYTES = {version: fields.size + _SUM.size for version, fields in _FIELDS.items()}
-NUM_OF_BOTH = 8  # fields from `nonce` to `payload_sum`, which both versions have
-LEAST_HEADER_BYTES = _HEADER_BYTES[OLDEST]
+HEADER_BYTES = _FIELDS.size + _SUM.size
 
 Bytes = bytes | memoryview
 Checksum = int | Callable[[], int | None]  # or what returns it once it is known, and None before
@@ -58,7 +55,7 @@ class Kind(IntEnum):
     PING = 12
     PONG = 13
     OPEN = 14  # what the sender's transport says to the receiver's, where it says anything: ahead of its payloads
-    FETCH = 15  # the receiver is asked to push cached blocks, over a link of its own; since version 6
+    FETCH = 15  # the receiver is asked to push cached blocks, over a link of its own
 
 
 PAYLOAD_KINDS = frozenset({Kind.PROBE, Kind.FRAME})
@@ -90,10 +87,7 @@ WHOLE = Extent()  # all of one layer, in a model of one group, from a worker of 
 
 @dataclass(slots=True)
 class LinkMessage:
-    """One header and its body. `handle` is the link's own number for a transfer (or a probe).
-
-    version: of the header. newest: in HELLO, the newest that its sender speaks; 0 says nothing.
-    """
+    """One header and its body. `handle` is the link's own number for a transfer (or a probe)."""
 
     kind: Kind
     nonce: int = 0
@@ -106,18 +100,15 @@ class LinkMessage:
     payload_sum: int = 0
     source: KVSource = KVSource.COMPUTE
     extent: Extent = WHOLE
-    version: int = OLDEST
-    newest: int = 0
     body: Bytes = b""
     slot: int = -1  # the sender's slot behind the payload; never on the wire
     later: Callable[[], int | None] | None = None  # returns payload_sum once the payload is there to be sent
 
     def header(self) -> bytes:
         """The bytes that go ahead of an inline body."""
-        placed = (self.source, *self.extent) if self.version > OLDEST else ()
-        fields = _FIELDS[self.version].pack(
-            MAGIC, self.version, self.kind, self.newest, self.nonce, self.handle, self.layer, self.first_block,
-            self.num_blocks, self.length, self.offset, self.payload_sum, *placed,
+        fields = _FIELDS.pack(
+            MAGIC, VERSION, self.kind, self.nonce, self.handle, self.layer, self.first_block, self.num_blocks,
+            self.length, self.offset, self.payload_sum, self.source, *self.extent,
         )  # fmt: skip
         return fields + _SUM.pack(xxh3_64_intdigest(fields))
 
@@ -135,40 +126,29 @@ class LinkMessage:
         return self.length if self.offset == INLINE else 0
 
 
-def control(
-    kind: Kind, body: bytes = b"", *, nonce: int = 0, handle: int = 0, version: int = OLDEST, newest: int = 0
-) -> LinkMessage:
+def control(kind: Kind, body: bytes = b"", *, nonce: int = 0, handle: int = 0) -> LinkMessage:
     """A message whose body is small and travels inline."""
     if len(body) > MAX_CONTROL_BYTES:
         raise ValueError(f"{kind.name} body: {len(body)} bytes, at most {MAX_CONTROL_BYTES} are allowed")
-    return LinkMessage(
-        kind, nonce, handle, length=len(body), payload_sum=checksum(body), version=version, newest=newest, body=body
-    )
-
-
-def header_bytes(data: Bytes) -> int:
-    """How long the header is that begins so, LEAST_HEADER_BYTES or more being there. Raises TransferError."""
-    version = data[len(MAGIC)]
-    if bytes(data[: len(MAGIC)]) != MAGIC or version not in _HEADER_BYTES:
-        text = f"a damaged frame header, or wire version {version}, where {OLDEST} and {VERSION} are spoken here"
-        raise TransferError("DATA_LOSS", f"{text}: the stream cannot be followed any more")
-    return _HEADER_BYTES[version]
+    return LinkMessage(kind, nonce, handle, length=len(body), payload_sum=checksum(body), body=body)
 
 
 def parse_header(data: Bytes) -> LinkMessage:
     """The message that the header at the beginning of `data` announces, its body still empty. Raises TransferError: the
     stream is lost."""
-    size = header_bytes(data) - _SUM.size
-    fields = bytes(data[:size])
-    (seen,) = _SUM.unpack(data[size : size + _SUM.size])
+    fields, version = bytes(data[: _FIELDS.size]), data[len(MAGIC)]
+    if not fields.startswith(MAGIC) or version != VERSION:
+        text = f"a damaged frame header, or wire version {version}, where {VERSION} is spoken here"
+        raise TransferError("DATA_LOSS", f"{text}: the stream cannot be followed any more")
+    (seen,) = _SUM.unpack(data[_FIELDS.size : HEADER_BYTES])
     if seen != checksum(fields):
         raise TransferError("DATA_LOSS", "a damaged frame header: the stream cannot be followed any more")
-    _, version, kind, newest, *rest = _FIELDS[fields[len(MAGIC)]].unpack(fields)
-    source, *extent = rest[NUM_OF_BOTH:] or (KVSource.COMPUTE, *WHOLE)
+    _, _, kind, *rest = _FIELDS.unpack(fields)
+    source, extent = rest[-len(WHOLE) - 1], rest[-len(WHOLE) :]
     if kind not in Kind._value2member_map_ or source not in KVSource._value2member_map_:
-        raise TransferError("FAILED_PRECONDITION", f"wire version {version}: unknown kind {kind} or source {source}")
-    message = LinkMessage(Kind(kind), *rest[:NUM_OF_BOTH])
-    message.version, message.newest, message.source, message.extent = version, newest, KVSource(source), Extent(*extent)
+        raise TransferError("FAILED_PRECONDITION", f"unknown kind {kind} or source {source}")
+    message = LinkMessage(Kind(kind), *rest[: -len(WHOLE) - 1])
+    message.source, message.extent = KVSource(source), Extent(*extent)
     return message
 
 
@@ -252,9 +232,6 @@ class Fetch(ControlBody):
         return [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
 
 
-WORTH_SAYING_S = 1.0
-
-
 class Pulse(ControlBody):
     """Body of PING. starvation: of its sender. is_sole: nobody could take its sender's place.
 
@@ -262,8 +239,8 @@ class Pulse(ControlBody):
     """
 
     starvation: float = Field(ge=0)
-    is_sole: bool = False
-    unheard_s: float = Field(default=0.0, ge=0)
+    is_sole: bool
+    unheard_s: float = Field(ge=0)
 
 
 class Failure(ControlBody):
@@ -277,18 +254,14 @@ class Failure(ControlBody):
 
 
 def pulse_of(vitals: Vitals, unheard_s: float = 0.0) -> bytes:
-    """Nothing of `unheard_s` before it means something: peers of the version before know no such field."""
-    said = unheard_s if unheard_s >= WORTH_SAYING_S else 0.0
-    pulse = Pulse(starvation=vitals.starvation(), is_sole=vitals.is_sole(), unheard_s=said)
-    return pulse.model_dump_json(exclude_defaults=True).encode()
+    return Pulse(starvation=vitals.starvation(), is_sole=vitals.is_sole(), unheard_s=unheard_s).packed()
 
 
 def take_pulse(ping: LinkMessage, liveness: Liveness, now: float) -> None:
-    """The body of a PING; a peer that does not send any yet has none."""
-    if ping.body:
-        pulse = parse(Pulse, ping.body)
-        liveness.heard(pulse.starvation, now)
-        liveness.sole, liveness.unheard_s = pulse.is_sole, pulse.unheard_s
+    """Notes what the body of a PING says. Raises TransferError(DATA_LOSS)."""
+    pulse = parse(Pulse, ping.body)
+    liveness.heard(pulse.starvation, now)
+    liveness.sole, liveness.unheard_s = pulse.is_sole, pulse.unheard_s
 
 
 B = TypeVar("B", bound=ControlBody)

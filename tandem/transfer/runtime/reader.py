@@ -6,11 +6,10 @@ import numpy as np
 
 from tandem.transfer.protocol.endpoint import TransferError
 from tandem.transfer.protocol.wire import (
-    LEAST_HEADER_BYTES,
+    HEADER_BYTES,
     MAX_CONTROL_BYTES,
     PAYLOAD_KINDS,
     LinkMessage,
-    header_bytes,
     parse_header,
 )
 from tandem.transfer.transports.base import ByteStream
@@ -37,13 +36,10 @@ class Reader:
         Raises OSError when the peer is gone, TransferError where the stream cannot be followed.
         """
         if self._message is None:
-            if not self._stages(LEAST_HEADER_BYTES):
+            if not self._stages(HEADER_BYTES):
                 return None
-            size = header_bytes(self._stage[self._start : self._end])
-            if not self._stages(size):
-                return None
-            self._message = parse_header(self._stage[self._start : self._start + size])
-            self._start += size
+            self._message = parse_header(self._stage[self._start : self._start + HEADER_BYTES])
+            self._start += HEADER_BYTES
             self._body, self._filled = self._memory_for(self._message), 0
         if not self._fill_body():
             return None

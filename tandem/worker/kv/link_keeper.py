@@ -130,8 +130,7 @@ class LinkKeeper:
         self._publish()
 
     def _follow(self, workers: list[LiveWorker], grace_s: float) -> None:
-        # One of an older version takes no links as a prefill worker.
-        live = {w.info.worker_id: w.info for w in workers if w.info.role is self._others and w.info.transfer_address}
+        live = {w.info.worker_id: w.info for w in workers if w.info.role is self._others}
         mine = [w.info.role is not self._others for w in workers if w.info.layout_hash == self._layout_hash]
         self.is_sole, self.has_sole_peer = mine.count(True) <= 1, mine.count(False) <= 1
         grace_s = MOST_S if not live else grace_s
