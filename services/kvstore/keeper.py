@@ -18,7 +18,6 @@ from functools import partial
 import structlog
 
 from services.kvstore.metrics import KeeperMetrics
-from services.kvstore.server import KVStoreService
 from services.kvstore.settings import KVStoreSettings
 from tandem import rpc
 from tandem.hosts import EVERYWHERE
@@ -142,8 +141,8 @@ async def _serve_rpc(
 ) -> None:  # fmt: skip
     """`shown`: Redis's URL, and where Prometheus reads `metrics`."""
     url, read_at = shown
-    servicers = [KVStoreService(registry).servicer, IntegrityService(registry.check_integrity).servicer]
-    server = await rpc.serve(servicers, settings.host, settings.grpc_port, security=settings.security)
+    integrity = IntegrityService(registry.check_integrity).servicer
+    server = await rpc.serve([integrity], settings.host, settings.grpc_port, security=settings.security)
     if settings.health_port is not None:
         await server.add_probes(settings.host, settings.health_port)
     tasks = [asyncio.create_task(sweep(registry, server, metrics, settings.sweep_s, read_at), name="sweep")]

@@ -28,7 +28,7 @@ from tandem.catalogue.metrics import KVSTORE
 from tandem.local import RedisServer
 from tandem.registry import Registry, Role
 from tandem.registry.wire.scripts import key_prefix
-from tandem.v1 import kvstore_pb2, kvstore_pb2_grpc
+from tandem.v1 import process_pb2, process_pb2_grpc
 from tests.registry.cluster import worker_info, worker_load
 
 BOUND_S = 60.0
@@ -113,7 +113,7 @@ def claimed(port: int) -> socket.socket:
 
 
 def serving(opened: grpc.Channel) -> bool:
-    request = health_pb2.HealthCheckRequest(service="tandem.v1.KVStoreService")
+    request = health_pb2.HealthCheckRequest(service="tandem.v1.IntegrityService")
     status = health_pb2_grpc.HealthStub(opened).Check(request, timeout=30).status
     return bool(status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -122,13 +122,13 @@ def serving(opened: grpc.Channel) -> bool:
 def test_it_serves_with_its_own_redis_and_ends_in_order(tmp_path: Path, number: signal.Signals) -> None:
     with kvstore(tmp_path, "--redis-port=0", REDIS_URL="") as running, channel(running) as opened:
         eventually(lambda: serving(opened), "healthy")
-        stub = kvstore_pb2_grpc.KVStoreServiceStub(opened)
-        assert not stub.ListWorkers(kvstore_pb2.ListWorkersRequest(), timeout=30).workers
+        stub = process_pb2_grpc.IntegrityServiceStub(opened)
+        assert not stub.CheckIntegrity(process_pb2.CheckIntegrityRequest(), timeout=30).violations
         reflected = reflection_pb2_grpc.ServerReflectionStub(opened).ServerReflectionInfo(
             iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=30
         )
         names = {service.name for service in next(reflected).list_services_response.service}
-        assert {"tandem.v1.KVStoreService", "grpc.health.v1.Health"} <= names
+        assert {"tandem.v1.IntegrityService", "grpc.health.v1.Health"} <= names
         redis = running.redis
         running.process.send_signal(number)
         assert running.process.wait(BOUND_S) == 0

@@ -17,13 +17,11 @@ from hypothesis import strategies as st
 
 from services.decode.server import DecodeWorker
 from services.decode.settings import DecodeSettings
-from services.kvstore.server import KVStoreService
 from services.prefill.server import PrefillWorker
 from services.prefill.settings import PrefillSettings
-from tandem import rpc
 from tandem.local import RedisServer
 from tandem.registry import Registry, WorkerInfo
-from tandem.v1 import kvstore_pb2, prefill_pb2, process_pb2, worker_pb2
+from tandem.v1 import prefill_pb2, process_pb2, worker_pb2
 from tests.fuzzing import collected
 from tests.registry.cluster import eventually
 from tests.worker.test_build import running
@@ -53,7 +51,6 @@ METHODS: Sequence[MethodDescriptor] = [
     for service in (
         worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
         prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
-        kvstore_pb2.DESCRIPTOR.services_by_name["KVStoreService"],
         process_pb2.DESCRIPTOR.services_by_name["IntegrityService"],
         worker_pb2.DESCRIPTOR.services_by_name["AdapterService"],
     )
@@ -136,8 +133,6 @@ async def ports(demo_model: Path) -> AsyncIterator[dict[str, Any]]:
         prefill = await stack.enter_async_context(running(PrefillSettings(worker_id="p0", **shared), PrefillWorker))
         registry = Registry.connect(redis.url, timeout=30.0)
         stack.push_async_callback(registry.close)
-        kvstore = await rpc.serve([KVStoreService(registry).servicer], "127.0.0.1", 0)
-        stack.push_async_callback(kvstore.stop, 0)
 
         async def linked() -> bool:
             return decode.ready.is_set() and any(w.load.linked for w in await registry.workers())
@@ -149,7 +144,6 @@ async def ports(demo_model: Path) -> AsyncIterator[dict[str, Any]]:
             "tandem.v1.PrefillService": [prefill.address],
             "tandem.v1.IntegrityService": [decode.address, prefill.address],
             "tandem.v1.AdapterService": [decode.address, prefill.address],
-            "tandem.v1.KVStoreService": [f"127.0.0.1:{kvstore.port}"],
             "known": known(infos["d0"], infos["p0"], demo_model),
         }
 
