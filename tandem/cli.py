@@ -22,7 +22,6 @@ commands:
   profile    write what a worker's threads do to a file that speedscope opens
   set        change settings of running gateways for a while
   top        show workers, links and gateways of a running cluster, live
-  trace      write one recent request, hop by hop, to a file that Perfetto opens
   status     show the services of a cluster on Ray
   chat       talk to a model of a running cluster
   generate   send a prompt to a running cluster and stream the answer
@@ -44,7 +43,6 @@ COMMANDS = {
     "profile": "profile:main",
     "set": "set:main",
     "top": "top:main",
-    "trace": "trace:main",
     "status": "clusters.detached:status",
     "chat": "chat:main",
     "generate": "generate:main",

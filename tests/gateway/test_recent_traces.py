@@ -1,4 +1,4 @@
-"""A gateway's memory of recent requests: each tenant's its own, and in a form that Perfetto reads."""
+"""A gateway's memory of recent requests: each tenant's its own, as rows of a waterfall."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import jsonschema
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -17,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from services.gateway import GatewaySettings
 from services.gateway.__main__ import make_gateway
-from services.gateway.telemetry.perfetto import chrome_trace
+from services.gateway.telemetry.rows import rows_of
 from services.gateway.telemetry.recent import _spans_of
 from tandem.process import telemetry
 from tandem.security import ApiKey, Keys, write_keys
@@ -25,24 +24,6 @@ from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL, Peers
 
 BODY = {"model": MODEL, "prompt": "once upon", "max_tokens": 3}
-NUMBER = {"type": "number"}
-# The parts of Chrome's Trace Event Format that are written.
-KINDS = (
-    {"ph": {"const": "X"}, "ts": NUMBER, "dur": {"type": "number", "minimum": 0}, "tid": {"type": "integer"}},
-    {"ph": {"const": "i"}, "ts": NUMBER, "tid": {"type": "integer"}, "s": {"const": "t"}},
-    {"ph": {"const": "M"}, "args": {"type": "object"}},
-)
-EVENT = {
-    "type": "object",
-    "required": ["ph", "pid", "name"],
-    "properties": {"pid": {"type": "integer"}, "name": {"type": "string"}, "args": {"type": "object"}},
-    "oneOf": [{"required": list(kind), "properties": kind} for kind in KINDS],
-}
-FORMAT = {
-    "type": "object",
-    "required": ["traceEvents"],
-    "properties": {"traceEvents": {"type": "array", "items": EVENT}},
-}
 
 
 @pytest.fixture
@@ -65,18 +46,18 @@ async def remembering(
             yield client
 
 
-def slices(found: dict[str, Any]) -> list[str]:
-    return [event["name"] for event in found["traceEvents"] if event["ph"] == "X"]
+def bars(found: dict[str, Any]) -> list[str]:
+    return [bar["name"] for row in found["rows"] for bar in row["bars"]]
 
 
-async def test_a_request_is_found_by_its_id_as_trace_events(remembering: httpx.AsyncClient) -> None:
+async def test_a_request_is_found_by_its_id(remembering: httpx.AsyncClient) -> None:
     await remembering.post("/v1/completions", json=BODY, headers={"x-request-id": "a/b"})
     await remembering.post("/v1/completions", json=BODY, headers={"x-request-id": "other"})
     found = (await remembering.get("/debug/traces/a%2Fb")).raise_for_status().json()
-    jsonschema.validate(found, FORMAT)
-    assert sorted(slices(found)) == ["decode", "prefill", "queue", "reserve", "route", f"text_completion {MODEL}"]
-    assert found["otherData"]["missing"] == ["d", "p"]  # these peers remember nothing
-    assert [event["name"] for event in found["traceEvents"] if event["ph"] == "i"] == ["first_token"]
+    assert sorted(bars(found)) == ["decode", "prefill", "queue", "reserve", "route", f"text_completion {MODEL}"]
+    assert found["missing"] == ["d", "p"]  # these peers remember nothing
+    assert all(bar["took"] >= 0 for row in found["rows"] for bar in row["bars"])
+    assert [row["name"] for row in found["rows"] if row["marks"]] == ["first_token"]
 
 
 async def test_a_request_that_is_not_remembered_is_not_found(remembering: httpx.AsyncClient) -> None:
@@ -86,7 +67,7 @@ async def test_a_request_that_is_not_remembered_is_not_found(remembering: httpx.
 
 async def test_a_request_that_was_refused_is_found_too(remembering: httpx.AsyncClient) -> None:
     await remembering.post("/v1/completions", json={**BODY, "n": -1}, headers={"x-request-id": "bad"})
-    assert slices((await remembering.get("/debug/traces/bad")).json()) == ["refused"]
+    assert bars((await remembering.get("/debug/traces/bad")).json()) == ["refused"]
 
 
 def key_ring(path: Path, *names: str) -> dict[str, dict[str, str]]:
@@ -117,8 +98,8 @@ async def test_a_tenant_finds_its_own_alone_whatever_ids_were_chosen(
         await http.post("/v1/completions", json=BODY, headers={**said["other"], **shared})
         for name, owner in (("acme", "acme"), ("other", "other"), ("admin", "other")):
             found = (await http.get("/debug/traces/same", headers=said[name])).json()
-            assert len(slices(found)) == 6, name
-            tenants = {event["args"].get("tandem.tenant") for event in found["traceEvents"] if event["ph"] == "X"}
+            assert len(bars(found)) == 6, name
+            tenants = {bar["args"].get("tandem.tenant") for row in found["rows"] for bar in row["bars"]}
             assert tenants - {None} == {owner}
 
 
@@ -126,6 +107,5 @@ def test_attributes_of_every_kind_become_json(recent: telemetry.RecentSpans) -> 
     said = {"s": "x", "i": 1, "d": 0.5, "b": True, "l": ["x", "y"]}
     with trace.get_tracer("t").start_as_current_span("root", attributes=said) as span:
         pass
-    events = chrome_trace(_spans_of(recent.encoded(span.get_span_context().trace_id)), {})["traceEvents"]
-    (args,) = (json.loads(json.dumps(event["args"])) for event in events if event["ph"] == "X")
-    assert args.items() >= said.items()
+    (row,) = json.loads(json.dumps(rows_of(_spans_of(recent.encoded(span.get_span_context().trace_id)))))
+    assert row["bars"][0]["args"].items() >= said.items()

@@ -204,7 +204,7 @@ def _add_admin(app: FastAPI, directory: ModelDirectory, running: RunningSettings
 def _add_traces(app: FastAPI, shared: Shared, traces: RecentRequests) -> None:
     @app.get("/debug/traces/{request_id:path}")
     async def trace(request_id: str, request: Request) -> JSONResponse:
-        """Returns the trace of a recent request: one's own, or any with a key that manages models."""
+        """Returns the waterfall of a recent request: one's own, or any with a key that manages models."""
         return JSONResponse(await traces.trace(request_id, shared.access.authenticate(request.headers)))
 
 

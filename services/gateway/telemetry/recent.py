@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from services.gateway.access import Caller
 from services.gateway.errors import GatewayError, NotKept
-from services.gateway.telemetry.perfetto import OwnedSpan, chrome_trace
+from services.gateway.telemetry.rows import OwnedSpan, rows_of
 from services.gateway.workers import WorkerConnection
 from tandem.catalogue.spans import TENANT
 from tandem.process import telemetry
@@ -30,7 +30,7 @@ class RecentRequests:
         self._spans, self._connections = spans, connections
 
     async def trace(self, request_id: str, client: Caller) -> dict[str, Any]:
-        """Chrome's trace events, for Perfetto.
+        """Returns a request's rows, and the workers whose part is missing.
 
         Raises:
             NotKept: the request is forgotten, or another tenant's.
@@ -46,7 +46,7 @@ class RecentRequests:
         answers = await asyncio.gather(*(self._of_worker(connection, trace_id) for connection in hops))
         spans = _below([*own, *(span for answer in answers for span in answer)], root.span_id.to_bytes(8))
         missing = sorted(workers - {str(span.attributes.get("tandem.worker")) for span in spans if not span.is_hop})
-        return chrome_trace(spans, {"request_id": request_id, "trace_id": trace_id.hex(), "missing": missing})
+        return {"trace_id": trace_id.hex(), "missing": missing, "rows": rows_of(spans)}
 
     async def _of_worker(self, connection: WorkerConnection, trace_id: bytes) -> list[OwnedSpan]:
         """Returns a worker's spans of a trace; none if it does not answer."""
