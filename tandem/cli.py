@@ -29,7 +29,7 @@ commands:
   keys       add, list or revoke API keys; what their tenants used
   models     what a cluster serves; have one name answered by several models, by weights
   fetch      a model's files from the Hub, S3 or elsewhere, checked by their digests
-  render     write a cluster.yaml as values of the Helm chart, or as a compose file
+  render     write a cluster.yaml as values of the Helm chart
   doctor     check a running cluster: Redis, workers, a block over every prefill-decode pair, the gateway
 
 `tandem <command> --help` lists a command's options, `tandem --version` says which Tandem this is."""
