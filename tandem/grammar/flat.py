@@ -1,4 +1,8 @@
-"""Lark grammars as one regular expression, for texts within JSON: there a grammar cannot be followed, a pattern can.
+"""Lark grammars as one regular expression, for texts within JSON.
+
+A custom tool's text, such as the patch that Codex' apply_patch takes, is a string of JSON in a call's arguments, with
+its quotes and line ends escaped. llguidance follows a Lark grammar over the plain text of an answer or between the tags
+of a StructTag, but not within such a string: its JSON schemas hold a string to a `pattern` alone.
 
 Rules are put in the places where they are named, so none may lead back to itself. What %ignore names may stand before
 every terminal of a rule, and at the end.

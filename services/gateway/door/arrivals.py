@@ -1,6 +1,9 @@
 """How long ago a request arrived: the kernel received it in time, however late this process runs.
 
 scope's client ──> sock_diag: the one connection with these two addresses ──> ms since data last came on it
+
+The kernel is asked over netlink because the sockets are the server's, in Rust: `getsockopt` would need a search through
+all descriptors for each request, and /proc/net/tcp does not have the time.
 """
 
 from __future__ import annotations
