@@ -23,7 +23,7 @@ from services.gateway.settings import GatewaySettings
 from services.kvstore.settings import KVStoreSettings
 from services.prefill.settings import PrefillSettings
 from tandem import __version__, metrics, spans
-from tandem.security import ClusterSettings
+from tandem.service_settings import RequestSettings, ServiceSettings
 from tandem.settings import Settings
 from tandem.worker import WorkerSettings
 
@@ -36,14 +36,19 @@ SERVICES: dict[str, type[Settings]] = {
 }  # fmt: skip
 # Of each section of docs/settings.md: its first line, the settings, and those that another section has.
 SECTIONS: dict[str, tuple[str, type[Settings], type[Settings]]] = {
-    "every service": ("Within a cluster all or none have them: docs/security.md.", ClusterSettings, Settings),
-    "gateway": ("`python -m services.gateway`", GatewaySettings, ClusterSettings),
+    "every service": (
+        "Within a cluster all or none have a secret and TLS: docs/security.md.",
+        ServiceSettings,
+        Settings,
+    ),
+    "gateway, prefill and decode": ("What requests go through.", RequestSettings, ServiceSettings),
+    "gateway": ("`python -m services.gateway`", GatewaySettings, RequestSettings),
     "prefill and decode": (
         "`python -m services.prefill`, `python -m services.decode`",
         WorkerSettings,
-        ClusterSettings,
+        RequestSettings,
     ),
-    "kvstore": ("`python -m services.kvstore`", KVStoreSettings, ClusterSettings),
+    "kvstore": ("`python -m services.kvstore`", KVStoreSettings, ServiceSettings),
 }
 # What the chart itself sets, from other values or from the pod; and own_http_port, for a pod is one process.
 SET_BY_CHART = {

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, field_validator, model_validator
 
 from tandem.aliases import MOST_ALIASES, Alias, Targets
-from tandem.hosts import EVERYWHERE, Host
 from tandem.registry import Role
-from tandem.security import ClusterSettings, check_exposed
+from tandem.security import check_exposed
+from tandem.service_settings import RequestSettings
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@,]+")
 
@@ -84,7 +84,7 @@ CLASSES: dict[ClassName, ClassSettings] = {
 }
 
 
-class GatewaySettings(ClusterSettings):
+class GatewaySettings(RequestSettings):
     models: tuple[str, ...] = Field((), description="names of the models to serve; if not set, all that have workers")
     served_names: tuple[str, ...] = Field(
         (),
@@ -100,8 +100,6 @@ class GatewaySettings(ClusterSettings):
     reasoning_parser: ReasoningParser = Field(
         ReasoningParser.AUTO, description="what the model writes around its thoughts; auto: as its chat template shows"
     )
-    redis_url: str = "redis://127.0.0.1:6379/0"
-    namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
     store_url: str = Field(
         "", description="another Redis, one that may evict, for responses that clients ask to be kept; none: nothing is"
     )
@@ -109,8 +107,6 @@ class GatewaySettings(ClusterSettings):
     store_max_bytes: int = Field(
         2 * 2**20, ge=1024, description="most of one response with all items before it, or of one conversation"
     )
-    host: Host = Field("127.0.0.1", description="address to listen on; others than loopback need api-keys or insecure")
-    advertise_host: Host = Field("", description="address clients reach it at, for `tandem status` (default: host)")
     api_keys: Path | None = Field(
         None, description="file of API keys, as `tandem keys` writes it; none: anyone may ask"
     )
@@ -119,23 +115,19 @@ class GatewaySettings(ClusterSettings):
     cors_origins: tuple[str, ...] = Field(
         (), description="web pages that may ask from a browser: https://host[:port], or * for any; none: no page"
     )
-    http_port: int = Field(8000, ge=0, le=65535, description="0 chooses a free one")
-    grpc_port: int = Field(50051, ge=0, le=65535, description="0 chooses a free one")
+    http_port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
+    grpc_port: int = Field(50051, ge=0, le=65535, description="0 takes a free one")
     own_http_port: int | None = Field(
         None,
         ge=1,
         le=65535,
         description="HTTP port of this process alone; others may share http-port and grpc-port",
     )
-    health_port: int | None = Field(
-        None, ge=1, le=65535, description="port of plain gRPC health and draining, for probes; none if not set"
-    )
     disaggregation: Disaggregation = Field(
         Disaggregation.AUTO,
         description="remote prefill always (require), where workers are linked (prefer), or where quicker (auto)",
     )
     timeout_s: float = Field(600, ge=1, le=MAX_TIMEOUT_S, description="deadline of a request that brings none")
-    drain_s: float = Field(30, ge=0, description="how long running requests may go on after SIGTERM")
     migration_limit: int = Field(
         8, ge=0, description="how often an answer may go on elsewhere when its worker is lost; 0 fails it"
     )
@@ -183,11 +175,7 @@ class GatewaySettings(ClusterSettings):
     replica_max_blocks: int = Field(
         2_000_000, ge=1024, description="most KV blocks whose holders are remembered; 90 bytes of memory each"
     )
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="the least that is logged")
     trace_sampling: float = Field(1.0, ge=0, le=1, description="share of requests that are traced")
-    followed: Path | None = Field(
-        None, description="JSON file of settings that are followed while the gateway runs (see docs/run-time.md)"
-    )
 
     @field_validator("classes", mode="before")
     @classmethod
@@ -218,10 +206,6 @@ class GatewaySettings(ClusterSettings):
     @property
     def shares_ports(self) -> bool:
         return self.own_http_port is not None
-
-    def reachable_host(self, hostname: str) -> str:
-        """Returns the host by which others reach the gateway. `hostname`: the machine's."""
-        return self.advertise_host or (hostname if self.host in EVERYWHERE else self.host)
 
     @model_validator(mode="after")
     def _shareable(self) -> GatewaySettings:

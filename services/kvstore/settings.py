@@ -7,7 +7,7 @@ import os
 from pydantic import Field
 
 from tandem.hosts import Host
-from tandem.security import ClusterSettings
+from tandem.service_settings import ServiceSettings
 
 
 def redis_url_of_environment() -> str:
@@ -15,7 +15,7 @@ def redis_url_of_environment() -> str:
     return os.environ.get("REDIS_URL", "")
 
 
-class KVStoreSettings(ClusterSettings):
+class KVStoreSettings(ServiceSettings):
     """Tandem's registry keeper: on the Redis at redis-url, or on one that it runs itself."""
 
     redis_url: str = Field(
@@ -33,14 +33,8 @@ class KVStoreSettings(ClusterSettings):
         description="port of a second redis-server, which evicts, for what clients want kept; none: no such server",
     )  # fmt: skip
     store_memory_mb: int = Field(256, ge=16, description="memory bound of the second redis-server")
-    namespace: str = Field("tandem", min_length=1, description="prefix of every key: one per cluster")
-    host: Host = Field("127.0.0.1", description="address to listen on")
     grpc_port: int = Field(50052, ge=0, le=65535, description="0 takes a free one")
-    health_port: int | None = Field(
-        None, ge=1, le=65535, description="port of plain gRPC health and draining, for probes; none if not set"
-    )
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port of Prometheus metrics, at /metrics; 0 takes a free one; none if not set"
     )
     sweep_s: float = Field(1.0, gt=0, description="seconds between two sweeps of what is past its time")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="the least that is logged")

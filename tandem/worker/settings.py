@@ -9,8 +9,7 @@ from pydantic import ByteSize, Field
 
 from tandem.checkpoints import ModelPath
 from tandem.engine import EngineConfig, StepTime
-from tandem.hosts import EVERYWHERE, Host
-from tandem.security import ClusterSettings
+from tandem.service_settings import RequestSettings
 from tandem.speculative import MAX_NUM_TOKENS, OFF, Speculative
 
 AUTO = ("auto",)
@@ -25,23 +24,15 @@ KVMemory = Annotated[Annotated[float, Field(gt=0, lt=1)] | ByteSize, Field(union
 FOLLOWED = frozenset({"log_level"})
 
 
-class WorkerSettings(ClusterSettings):
+class WorkerSettings(RequestSettings):
     """A Tandem worker."""
 
     model_path: ModelPath = Field(
         description="the model: a Hugging Face folder, a GGUF file, or hf://organisation/model"
     )
     model_name: str = Field("", description="name the model is served under (default: the folder's name)")
-    redis_url: str = Field("redis://127.0.0.1:6379", description="the registry")
-    namespace: str = Field("tandem", min_length=1, description="prefix of the registry's keys: one per cluster")
     worker_id: str = Field("", description="stable name of this worker (default: role, host and port)")
-    host: Host = Field("127.0.0.1", description="address to listen on")
-    advertise_host: Host = Field("", description="address others reach this worker at (default: host)")
-    grpc_port: int = Field(0, ge=0, le=65535, description="0 chooses a free one")
-    transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV listener; 0 chooses a free one")
-    health_port: int | None = Field(
-        None, ge=1, le=65535, description="port of plain gRPC health and draining, for probes; none if not set"
-    )
+    transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV listener; 0 takes a free one")
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="port of Prometheus metrics, at /metrics; 0 takes a free one; none if not set"
     )
@@ -131,11 +122,6 @@ class WorkerSettings(ClusterSettings):
         description="a worker ends when one engine step takes longer, on a busy machine so many times as long; "
         "its requests go on elsewhere",
     )
-    drain_s: float = Field(30.0, ge=0, description="on SIGTERM, time for running requests to end; then they move")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="the least that is logged")
-    followed: Path | None = Field(
-        None, description="JSON file of settings that are followed while it runs, gateways' file (see docs/run-time.md)"
-    )
 
     @property
     def registry_wait_s(self) -> float:
@@ -156,10 +142,6 @@ class WorkerSettings(ClusterSettings):
     @property
     def served_name(self) -> str:
         return self.model_name or self.model_path.resolve().name
-
-    def reachable_host(self, hostname: str) -> str:
-        """Host at which others reach it; `hostname` is the machine's."""
-        return self.advertise_host or (hostname if self.host in EVERYWHERE else self.host)
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
