@@ -22,8 +22,9 @@ from services.decode.settings import DecodeSettings
 from services.gateway.settings import GatewaySettings
 from services.kvstore.settings import KVStoreSettings
 from services.prefill.settings import PrefillSettings
-from tandem import __version__, metrics, spans
-from tandem.service_settings import RequestSettings, ServiceSettings
+from tandem import __version__
+from tandem.catalogue import metrics, spans
+from tandem.service_settings import MetricsSettings, RequestSettings, ServiceSettings
 from tandem.settings import Settings
 from tandem.worker import WorkerSettings
 
@@ -34,28 +35,21 @@ DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 SERVICES: dict[str, type[Settings]] = {
     "gateway": GatewaySettings, "prefill": PrefillSettings, "decode": DecodeSettings, "kvstore": KVStoreSettings,
 }  # fmt: skip
-# Of each section of docs/settings.md: its first line, the settings, and those that another section has.
-SECTIONS: dict[str, tuple[str, type[Settings], type[Settings]]] = {
-    "every service": (
-        "Within a cluster all or none have a secret and TLS: docs/security.md.",
-        ServiceSettings,
-        Settings,
-    ),
-    "gateway, prefill and decode": ("What requests go through.", RequestSettings, ServiceSettings),
-    "gateway": ("`python -m services.gateway`", GatewaySettings, RequestSettings),
-    "prefill and decode": (
-        "`python -m services.prefill`, `python -m services.decode`",
-        WorkerSettings,
-        RequestSettings,
-    ),
-    "kvstore": ("`python -m services.kvstore`", KVStoreSettings, ServiceSettings),
+# Of each section of docs/settings.md: its first line and the settings, of which it shows what no section before it has.
+SECTIONS: dict[str, tuple[str, type[Settings]]] = {
+    "every service": ("Within a cluster all or none have a secret and TLS: docs/security.md.", ServiceSettings),
+    "gateway, prefill and decode": ("What requests go through.", RequestSettings),
+    "prefill, decode and kvstore": ("A gateway has its metrics on its HTTP port.", MetricsSettings),
+    "gateway": ("`python -m services.gateway`", GatewaySettings),
+    "prefill and decode": ("`python -m services.prefill`, `python -m services.decode`", WorkerSettings),
+    "kvstore": ("`python -m services.kvstore`", KVStoreSettings),
 }
 # What the chart itself sets, from other values or from the pod; and own_http_port, for a pod is one process.
 SET_BY_CHART = {
-    "redis_url", "redis_port", "redis_memory_mb", "namespace", "host", "http_port", "grpc_port", "transfer_port",
+    "redis_url", "redis_port", "namespace", "host", "http_port", "grpc_port", "transfer_port",
     "health_port", "metrics_port", "model_path", "model_name", "models", "aliases", "advertise_host", "worker_id",
-    "ready_when", "shared_cores", "api_keys", "insecure", "cluster_secret", "tls_cert", "tls_key", "tls_ca",
-    "redis_host", "redis_password", "own_http_port", "store_url", "store_port", "store_memory_mb",
+    "ready_when", "shared_cores", "api_keys", "insecure", "cluster_secret", "tls",
+    "redis_password", "own_http_port", "store_url", "store_port",
 }  # fmt: skip
 Schema = dict[str, Any]
 
@@ -117,16 +111,19 @@ def settings_page() -> str:
         "workload, by name. `tandem up` hands variables that it has no option for to its services, and refuses those",
         "that set nothing.",
     ]
-    for title, (intro, settings, base) in SECTIONS.items():
+    shown: list[type[Settings]] = []
+    for title, (intro, settings) in SECTIONS.items():
+        inherited = {name for other in shown if issubclass(settings, other) for name in other.model_fields}
         lines += ["", f"## {title}", "", intro, "", "| setting | type | default | |", "| --- | --- | --- | --- |"]
-        lines += [_row(*row) for row in _settings_rows(settings, base)]
+        lines += [_row(*row) for row in _settings_rows(settings, inherited)]
+        shown.append(settings)
     return "\n".join(lines) + "\n"
 
 
-def _settings_rows(settings: type[Settings], base: type[Settings]) -> Iterator[tuple[str, str, str, str]]:
+def _settings_rows(settings: type[Settings], inherited: set[str]) -> Iterator[tuple[str, str, str, str]]:
     schema = settings.model_json_schema()
     for name, field in _fields(settings).items():
-        if name in base.model_fields:
+        if name in inherited:
             continue
         required = name in schema.get("required", ())
         default = "required" if required else _code(schema["properties"][name].get("default"))

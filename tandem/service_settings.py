@@ -37,3 +37,11 @@ class RequestSettings(ServiceSettings):
     def reachable_host(self, hostname: str) -> str:
         """Host at which others reach it; `hostname` is the machine's."""
         return self.advertise_host or (hostname if self.host in EVERYWHERE else self.host)
+
+
+class MetricsSettings(ServiceSettings):
+    """Settings of the services that have a port for metrics: workers and the kvstore."""
+
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port of Prometheus metrics, at /metrics; 0 takes a free one; none if not set"
+    )

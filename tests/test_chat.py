@@ -112,7 +112,8 @@ def on_a_terminal(url: str) -> str:
     """Returns what one message and its answer write to a terminal."""
     own, other = pty.openpty()
     ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-    environment = os.environ | {"TERM": "xterm-256color"}
+    sizes = ("COLUMNS", "LINES")  # which would count more than the terminal's own
+    environment = {name: value for name, value in os.environ.items() if name not in sizes} | {"TERM": "xterm-256color"}
     with subprocess.Popen(command(url), env=environment, stdin=other, stdout=other, stderr=other) as process:
         os.close(other)
         os.write(own, b"hello\r/exit\r")

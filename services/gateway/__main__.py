@@ -46,6 +46,8 @@ REGISTRY_WAIT_S = 0.5
 STORE_WAIT_S = 1.0
 # The longest that a chat waits to be rendered, which takes a millisecond unless the machine is starved.
 RENDER_WAIT_S = 60.0
+# The longest that a client may take over a request's head. Between two requests its connection is kept for 75 s.
+HEADER_TIMEOUT_S = 30.0
 # How long the reservations of a dead gateway stay.
 RESERVATIONS_LEASE_S = 2.0
 
@@ -99,9 +101,7 @@ def make_gateway(
         OSError | ValueError: the Redis URL or the file of API keys is malformed.
     """
     room = Room.of(raise_limit())
-    http = partial(
-        HttpServer, header_timeout_s=settings.header_timeout_s, most=room.http // (1 + settings.shares_ports)
-    )
+    http = partial(HttpServer, header_timeout_s=HEADER_TIMEOUT_S, most=room.http // (1 + settings.shares_ports))
     connect = partial(rpc.channel, security=settings.security)
     sandbox = Sandbox((*bodies.MODULES, "tandem.grammar"))
     untrusted = Sandbox(HELPER_MODULES, stays=True, wait_s=RENDER_WAIT_S)

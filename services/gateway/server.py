@@ -76,6 +76,10 @@ QUIET_S = 3.0
 IDLE_CHECK_S = 0.05
 # Clients learn within this time that their pooled HTTP connections are to be closed.
 CLOSING_S = 1.0
+# How often an answer may resume on another worker, and how long it waits for one, which may be restarting.
+MIGRATIONS, MIGRATION_WAIT_S = 8, 30.0
+# Prompt tokens sent to each worker that prefills and not prefilled yet.
+PREFILL_QUEUE_TOKENS = 16384
 
 
 class Gateway:
@@ -153,7 +157,7 @@ class Gateway:
             self._run(helper.run())
         local = settings.disaggregation is not Disaggregation.REQUIRE
         self._judging = Judging(starvation.now, self._ports.dead_here, decodes_prefill=local)
-        self._replica = BlockReplica(registry.block_feed, max_blocks=settings.replica_max_blocks)
+        self._replica = BlockReplica(registry.block_feed)
         self._run(self._replica.run())
         self.shared = self._make_shared(view)
         self.directory = directory = self._make_directory()
@@ -175,7 +179,7 @@ class Gateway:
 
     def _make_metrics(self, view: ClusterView) -> FrontMetrics:
         settings, ended = self.settings, self._ports.records.write
-        metrics = FrontMetrics(settings.classes, settings.metrics_max_tenants, settings.worker_hour_prices, ended)
+        metrics = FrontMetrics(settings.classes, prices=settings.worker_hour_prices, catch_up=ended)
         metrics.watch_view(view)
         metrics.watch_replica(self._replica)
         certificate.watch(metrics.registry, settings.security.tls)
@@ -234,7 +238,7 @@ class Gateway:
         )  # fmt: skip
         admission = Admission(FairQueue(_weights(now)), now.max_queued)
         metrics = shared.metrics.of(key.name)
-        limits = MigrationLimits(now.migration_limit, now.migration_wait_s)
+        limits = MigrationLimits(MIGRATIONS, MIGRATION_WAIT_S)
         pipeline = Pipeline(cluster, admission, metrics, lambda: self._ports.new_id()[-8:], limits, shared.records)
         return LLM(
             key, model, pool, pipeline, admission, metrics, shared, partial(self.directory.sleepers.note_use, key.name)
@@ -245,7 +249,7 @@ class Gateway:
 
         def capacity() -> Capacity | None:
             now = self.shared.settings
-            return capacity_of(llm.pool.workers, now.prefill_queue_tokens, now.max_admitted_tokens, decodes_prefill)
+            return capacity_of(llm.pool.workers, PREFILL_QUEUE_TOKENS, now.max_admitted_tokens, decodes_prefill)
 
         others = partial(self._ports.registry.gateways.other_demands, llm.key)
         return [llm.pool.run(), llm.admission.run(self.shared.view, capacity, others)]

@@ -53,8 +53,8 @@ class ReasoningParser(StrEnum):
 # Settings that may change at run time.
 FOLLOWED = frozenset(
     {
-        "classes", "tenant_weights", "max_queued", "max_admitted_tokens", "prefill_queue_tokens", "max_choices",
-        "timeout_s", "log_level", "trace_sampling", "aliases",
+        "classes", "tenant_weights", "max_queued", "max_admitted_tokens", "timeout_s", "log_level", "trace_sampling",
+        "aliases",
     }
 )  # fmt: skip
 
@@ -86,12 +86,8 @@ CLASSES: dict[ClassName, ClassSettings] = {
 
 class GatewaySettings(RequestSettings):
     models: tuple[str, ...] = Field((), description="names of the models to serve; if not set, all that have workers")
-    served_names: tuple[str, ...] = Field(
-        (),
-        description="other names of the model, where one is served; answers have the one that was asked for",
-    )
     aliases: dict[str, Targets] = Field(
-        {}, description="names that several models answer to: of each its models or adapters, with a weight or "
+        {}, description="more names of a model, or of several: of each its models or adapters, with a weight or "
         '"fallback"; what `tandem models alias` says goes before',
     )  # fmt: skip
     tool_parser: ToolParser = Field(
@@ -101,11 +97,8 @@ class GatewaySettings(RequestSettings):
         ReasoningParser.AUTO, description="what the model writes around its thoughts; auto: as its chat template shows"
     )
     store_url: str = Field(
-        "", description="another Redis, one that may evict, for responses that clients ask to be kept; none: nothing is"
-    )
-    store_ttl_s: int = Field(7 * 86400, ge=1, description="how long they are kept")
-    store_max_bytes: int = Field(
-        2 * 2**20, ge=1024, description="most of one response with all items before it, or of one conversation"
+        "",
+        description="another Redis, which may evict, for responses that clients ask to be kept; none: nothing is",
     )
     api_keys: Path | None = Field(
         None, description="file of API keys, as `tandem keys` writes it; none: anyone may ask"
@@ -128,18 +121,7 @@ class GatewaySettings(RequestSettings):
         description="remote prefill always (require), where workers are linked (prefer), or where quicker (auto)",
     )
     timeout_s: float = Field(600, ge=1, le=MAX_TIMEOUT_S, description="deadline of a request that brings none")
-    migration_limit: int = Field(
-        8, ge=0, description="how often an answer may go on elsewhere when its worker is lost; 0 fails it"
-    )
-    migration_wait_s: float = Field(
-        30.0, ge=0, description="how long such an answer waits for a worker, one that is restarted for example"
-    )
     max_body_bytes: int = Field(16 * 2**20, gt=0, description="of a request, on HTTP and on gRPC")
-    header_timeout_s: float = Field(
-        30, gt=0, description="how long a client may take over a request's head; between two, it is kept for 75 s"
-    )
-    body_timeout_s: float = Field(30, gt=0, description="how long a client may take over its body")
-    max_choices: int = Field(128, ge=1, le=2**16, description="most prompts times n of one request")
     classes: dict[ClassName, ClassSettings] = Field(
         CLASSES,
         description="of each class: its share of tokens when all have requests waiting (weight), the time to a first "
@@ -148,9 +130,6 @@ class GatewaySettings(RequestSettings):
         "leaves out stays as it is",
     )
     tenant_weights: dict[str, Weight] = Field({}, description="share of tokens within a class; 1 if not named")
-    metrics_max_tenants: int = Field(
-        100, ge=1, description="tenants that have metrics of their own; those that come later share some"
-    )
     worker_hour_prices: dict[Role, PositiveFloat] = Field(
         {}, description="price of an hour of one worker, by role (prefill, decode), for metrics of what tokens cost"
     )
@@ -165,15 +144,6 @@ class GatewaySettings(RequestSettings):
         ge=32,
         le=MOST_TOKENS,
         description="prompts and answers in the cluster at once; if not set, what it finds room for",
-    )
-    prefill_queue_tokens: int = Field(
-        16384,
-        ge=32,
-        le=MOST_TOKENS,
-        description="prompt tokens sent to each worker that prefills and not prefilled yet",
-    )
-    replica_max_blocks: int = Field(
-        2_000_000, ge=1024, description="most KV blocks whose holders are remembered; 90 bytes of memory each"
     )
     trace_sampling: float = Field(1.0, ge=0, le=1, description="share of requests that are traced")
 

@@ -3,7 +3,7 @@
 1 redis     its own redis-server, unless one is given, and one that evicts where it is asked for; started again at the
             same port should it die
 2 serve     gRPC with health and reflection; healthy while Redis answers
-3 sweep     every `sweep_s`: what is past its time is forgotten, and Redis is seen to answer; metrics say so
+3 sweep     every SWEEP_S: what is past its time is forgotten, and Redis is seen to answer; metrics say so
 4 end       SIGTERM or SIGINT, or the death of a task: calls end, connections close, the own redis-server stops
 """
 
@@ -30,6 +30,9 @@ from tandem.rpc import IntegrityService
 log = structlog.get_logger(__name__)
 WATCH_S = 0.1
 STOP_GRACE_S = 2.0  # of calls that run at the end
+SWEEP_S = 1.0
+# Memory bounds of the redis-servers that are started here.
+REGISTRY_MB, STORE_MB = 512, 256
 INTEGRITY_WAIT_S = 10.0
 
 
@@ -43,7 +46,7 @@ class OwnRedis:
         self._settings, self._max_memory_mb, self._evicts, self._died = settings, max_memory_mb, evicts, died
         self._server = self._start(port)
         self.url = self._server.url
-        self.shown_url = f"redis://{settings.redis_host}:{self._server.port}"
+        self.shown_url = f"redis://{settings.host}:{self._server.port}"
 
     async def keep(self) -> None:
         """Start it again whenever it dies, until cancelled.
@@ -66,7 +69,7 @@ class OwnRedis:
     def _start(self, port: int) -> RedisServer:
         settings = self._settings
         return RedisServer.start(
-            port, host=settings.redis_host, password=settings.redis_password, max_memory_mb=self._max_memory_mb,
+            port, host=settings.host, password=settings.redis_password, max_memory_mb=self._max_memory_mb,
             evicts=self._evicts,
         )  # fmt: skip
 
@@ -107,10 +110,10 @@ async def run(settings: KVStoreSettings) -> None:
     with ExitStack() as servers:
         metrics = KeeperMetrics()
         died = metrics.redis_deaths.inc
-        own = None if settings.redis_url else OwnRedis(settings, settings.redis_port, settings.redis_memory_mb, died)
+        own = None if settings.redis_url else OwnRedis(settings, settings.redis_port, REGISTRY_MB, died)
         owned = [own] if own else []
         if settings.store_port is not None:
-            owned.append(OwnRedis(settings, settings.store_port, settings.store_memory_mb, died, evicts=True))
+            owned.append(OwnRedis(settings, settings.store_port, STORE_MB, died, evicts=True))
         for server in owned:
             servers.callback(server.stop)
         registry = Registry.connect(own.url if own else settings.redis_url, namespace=settings.namespace)
@@ -145,7 +148,7 @@ async def _serve_rpc(
     server = await rpc.serve([integrity], settings.host, settings.grpc_port, security=settings.security)
     if settings.health_port is not None:
         await server.add_probes(settings.host, settings.health_port)
-    tasks = [asyncio.create_task(sweep(registry, server, metrics, settings.sweep_s, read_at), name="sweep")]
+    tasks = [asyncio.create_task(sweep(registry, server, metrics, SWEEP_S, read_at), name="sweep")]
     tasks += [asyncio.create_task(own.keep(), name="redis") for own in owned]
     settled()
     log.info("serving", host=settings.host, grpc_port=server.port, redis_url=url)

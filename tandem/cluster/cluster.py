@@ -167,7 +167,7 @@ class Cluster(_Part):
     gateway: Replicas = Replicas()
     redis: Redis = Redis()
     ray: Ray = Ray()
-    security: dict[str, Path] = {}  # settings of every service: cluster_secret, tls_cert, tls_key, tls_ca
+    security: dict[str, Path] = {}  # settings of every service: cluster_secret, tls
 
     @model_validator(mode="before")
     @classmethod

@@ -63,7 +63,7 @@ def helm_values(cluster: Cluster) -> dict[str, Any]:
 def _check_movable(cluster: Cluster) -> None:
     """Files of this machine are not in containers."""
     for what, settings in (("security", cluster.security), ("gateway.settings", cluster.gateway.settings)):
-        for name in ("cluster_secret", "tls_cert", "tls_key", "tls_ca", "api_keys"):
+        for name in ("cluster_secret", "tls", "api_keys"):
             if settings.get(name):
                 raise ValueError(f"{what}.{name}: is a file of this machine; the chart brings its own")
     for model in cluster.models:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tandem.settings import Settings
 
@@ -85,6 +85,10 @@ class TLS:
     key: Path
     ca: Path
 
+    @classmethod
+    def of(cls, folder: Path) -> TLS:
+        return cls(folder / "tls.crt", folder / "tls.key", folder / "ca.crt")
+
 
 @dataclass(frozen=True, slots=True)
 class Security:
@@ -99,15 +103,11 @@ class ClusterSettings(Settings):
     """Settings of every process of a cluster."""
 
     cluster_secret: Path | None = Field(None, description="file with the secret that all processes of a cluster share")
-    tls_cert: Path | None = Field(None, description=f"PEM certificate for {NAME}: gRPC within the cluster is then TLS")
-    tls_key: Path | None = Field(None, description="PEM key of tls-cert")
-    tls_ca: Path | None = Field(None, description="PEM certificate of the CA that signed those of all processes")
-
-    @model_validator(mode="after")
-    def _all_of_tls(self) -> ClusterSettings:
-        if len({self.tls_cert is None, self.tls_key is None, self.tls_ca is None}) > 1:
-            raise ValueError("tls-cert, tls-key and tls-ca belong together: give all of them, or none")
-        return self
+    tls: Path | None = Field(
+        None,
+        description="folder of PEM files, as Kubernetes writes a certificate: tls.crt, for the name "
+        f"{NAME}, tls.key, ca.crt; gRPC within the cluster is then TLS",
+    )
 
     @cached_property
     def security(self) -> Security:
@@ -116,5 +116,4 @@ class ClusterSettings(Settings):
             OSError, ValueError: the secret cannot be read.
         """
         secret = ClusterSecret.read(self.cluster_secret) if self.cluster_secret else NO_SECRET
-        tls = TLS(self.tls_cert, self.tls_key, self.tls_ca) if self.tls_cert and self.tls_key and self.tls_ca else None
-        return Security(secret, tls)
+        return Security(secret, TLS.of(self.tls) if self.tls else None)

@@ -9,13 +9,15 @@ from pydantic import ByteSize, Field
 
 from tandem.checkpoints import ModelPath
 from tandem.engine import EngineConfig, StepTime
-from tandem.service_settings import RequestSettings
+from tandem.service_settings import MetricsSettings, RequestSettings
 from tandem.speculative import MAX_NUM_TOKENS, OFF, Speculative
 
 AUTO = ("auto",)
 HOST_TRANSPORTS = ("shm", "tcp")
 DEVICE_TRANSPORTS = ("nccl", "cuda_ipc", *HOST_TRANSPORTS)
 CPU_KV_MEMORY, DEVICE_SHARE = 256 * 2**20, 0.9
+SWAP_MEMORY = 256 * 2**20  # of the host, for KV of preempted answers
+LEASE_TTL_S = 2.0  # a worker silent for so long is taken for dead
 # Of a device's memory, or bytes; a number below 1 is a share.
 KVMemory = Annotated[Annotated[float, Field(gt=0, lt=1)] | ByteSize, Field(union_mode="left_to_right")]
 
@@ -24,7 +26,7 @@ KVMemory = Annotated[Annotated[float, Field(gt=0, lt=1)] | ByteSize, Field(union
 FOLLOWED = frozenset({"log_level"})
 
 
-class WorkerSettings(RequestSettings):
+class WorkerSettings(RequestSettings, MetricsSettings):
     """A Tandem worker."""
 
     model_path: ModelPath = Field(
@@ -33,9 +35,6 @@ class WorkerSettings(RequestSettings):
     model_name: str = Field("", description="name the model is served under (default: the folder's name)")
     worker_id: str = Field("", description="stable name of this worker (default: role, host and port)")
     transfer_port: int = Field(0, ge=0, le=65535, description="port of the KV listener; 0 takes a free one")
-    metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="port of Prometheus metrics, at /metrics; 0 takes a free one; none if not set"
-    )
     node: str = Field("", description="the machine's name (default: its hostname): pairs of one machine are preferred")
     nvlink_domain: str = Field("", description="name of its NVLink domain: pairs of one are as near as on one machine")
     zone: str = Field("", description="name of its zone: pairs within one are preferred to others")
@@ -64,9 +63,6 @@ class WorkerSettings(RequestSettings):
         "take together, as a share of the device (default: 0.9)",
     )
     num_blocks: int | None = Field(None, ge=2, description="size of the KV cache in blocks, instead of kv-memory")
-    swap_memory: ByteSize = Field(
-        ByteSize(256 * 2**20), ge=0, description="host memory for KV of preempted answers; 0: it is computed again"
-    )
     kv_host: ByteSize = Field(
         ByteSize(0), ge=0, description="host memory for KV blocks that leave a GPU's cache, such as 16GiB; 0: none"
     )
@@ -79,9 +75,6 @@ class WorkerSettings(RequestSettings):
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
     max_num_batched_tokens: int | None = Field(
         None, ge=1, description="token budget of one engine step (default: 512; on GPUs 8192 from 70 GiB on, else 2048)"
-    )
-    max_prefill_beside_decode: int | None = Field(
-        None, ge=1, description="prompt tokens in a step that also decodes (default: 0.1 s of them)"
     )
     max_num_seqs: int | None = Field(
         None,
@@ -115,7 +108,6 @@ class WorkerSettings(RequestSettings):
         Path("/tmp/tandem-crashes"),
         description="folder that outlives the process: there it says at any time whom it computes, for its next start",
     )
-    lease_ttl_s: float = Field(2.0, gt=0.2, description="a worker silent for so long is taken for dead")
     max_step_s: float = Field(
         30.0,
         gt=0,
@@ -126,7 +118,7 @@ class WorkerSettings(RequestSettings):
     @property
     def registry_wait_s(self) -> float:
         """How long a call of Redis may take: a lease outlives several that are lost."""
-        return self.lease_ttl_s / 4
+        return LEASE_TTL_S / 4
 
     @property
     def on_cpu(self) -> bool:
@@ -154,9 +146,8 @@ class WorkerSettings(RequestSettings):
             kv_budget_bytes=self._kv_budget_bytes(),
             memory_share=self.kv_memory if isinstance(self.kv_memory, float) else DEVICE_SHARE,
             num_blocks=self.num_blocks,
-            swap_memory=int(self.swap_memory),
+            swap_memory=SWAP_MEMORY,
             max_num_batched_tokens=self.max_num_batched_tokens or 0,
-            max_prefill_beside_decode=self.max_prefill_beside_decode,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             speculative=Speculative(self.speculative_method, self.speculative_num_tokens),

@@ -81,6 +81,18 @@ def helper_starts_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.containment.sandbox.START_S", 3600.0)
 
 
+@pytest.fixture(autouse=True)
+def migrations_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer whose worker is lost waits for another one for no longer than a test likes to."""
+    monkeypatch.setattr("services.gateway.server.MIGRATION_WAIT_S", 0.5)
+
+
+@pytest.fixture
+def patient(migrations_wait: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits by far longer than a worker takes to come."""
+    monkeypatch.setattr("services.gateway.server.MIGRATION_WAIT_S", 60.0)
+
+
 @pytest.fixture
 def settings(request: pytest.FixtureRequest, redis: RedisServer) -> GatewaySettings:
     """A test may ask for others, by `with_settings`."""
@@ -92,7 +104,7 @@ def with_settings(**others: Any) -> pytest.MarkDecorator:
 
 
 def make_settings(redis: RedisServer, **other: Any) -> GatewaySettings:
-    said = {"disaggregation": Disaggregation.PREFER, "migration_wait_s": 0.5}  # short prompts use both workers
+    said = {"disaggregation": Disaggregation.PREFER}  # short prompts use both workers
     no_target = {"ttft_s": None}  # a busy machine is slow to its first token
     said |= {"classes": {"realtime": no_target, "interactive": no_target}} | other
     return GatewaySettings(

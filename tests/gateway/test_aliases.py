@@ -36,7 +36,6 @@ FAST = "fast"
 BODY = {"model": FAST, "prompt": "once upon", "max_tokens": 3}
 CHAT = {"model": FAST, "messages": [{"role": "user", "content": "once upon"}], "max_tokens": 3}
 SOON_S = 2.0
-LONG: dict[str, Any] = {"migration_wait_s": 60}
 
 
 JSON = st.recursive(
@@ -177,12 +176,13 @@ async def test_a_fallback_answers_while_the_others_have_no_workers_and_says_so(
     assert f'{counted}{{alias="{FAST}",chosen_by="weight",model_name="{MODEL}"}} 5.0' in lines
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (LONG | {"aliases": {FAST: {OTHER: 1, MODEL: "fallback"}}}, f"fallback of {FAST}: no workers of {OTHER}"),
-        (LONG | {"aliases": {FAST: {OTHER: 1e6, MODEL: 1e-3}}}, f"{FAST}: {OTHER} has lost its workers"),
+        ({"aliases": {FAST: {OTHER: 1, MODEL: "fallback"}}}, f"fallback of {FAST}: no workers of {OTHER}"),
+        ({"aliases": {FAST: {OTHER: 1e6, MODEL: 1e-3}}}, f"{FAST}: {OTHER} has lost its workers"),
     ],
     indirect=["settings"],
 )  # fmt: skip

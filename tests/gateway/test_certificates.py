@@ -24,7 +24,7 @@ def put(new: TLS, files: TLS) -> None:
 
 @pytest.fixture
 def files(tmp_path: Path) -> TLS:
-    return TLS(*(tmp_path / name for name in ("certificate", "key", "ca")))
+    return TLS.of(tmp_path)
 
 
 @pytest.fixture
@@ -40,8 +40,7 @@ async def peers(settings: GatewaySettings, files: TLS, tmp_path: Path) -> AsyncI
 async def test_a_renewed_certificate_counts_at_the_gateway(
     settings: GatewaySettings, peers: Peers, files: TLS, tmp_path: Path
 ) -> None:
-    paths = {"tls_cert": files.certificate, "tls_key": files.key, "tls_ca": files.ca}
-    async with make_gateway(settings.model_copy(update=paths)) as gateway:
+    async with make_gateway(settings.model_copy(update={"tls": files.ca.parent})) as gateway:
         await eventually(lambda: gateway.readiness()[0])
         put(Authority(tmp_path / "new").issue("cluster"), files)
         await asyncio.sleep(0.5)

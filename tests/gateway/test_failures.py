@@ -22,7 +22,7 @@ from tandem.local import RedisServer, free_ports
 from tandem.registry import Role
 from tandem.sampling import SamplingParams
 from tandem.v1 import worker_pb2
-from tests.gateway.conftest import TEXT, connected, eventually, make_settings, with_settings
+from tests.gateway.conftest import TEXT, connected, eventually, make_settings
 from tests.gateway.peers import MODEL, Peers
 
 LONG = {"model": MODEL, "prompt": "once upon", "seed": 0, "max_tokens": 200, "ignore_eos": True}
@@ -209,7 +209,7 @@ async def test_decode_dies_mid_stream(http: httpx.AsyncClient, peers: Peers, gat
     await eventually(lambda: not gateway.shared.state.running)
 
 
-@with_settings(migration_wait_s=30.0)
+@pytest.mark.usefixtures("patient")
 async def test_an_answer_goes_on_when_its_stream_breaks(
     http: httpx.AsyncClient, peers: Peers, gateway: Gateway
 ) -> None:
@@ -231,7 +231,7 @@ async def test_an_answer_goes_on_when_its_stream_breaks(
     assert "tandem_migrations_total" in (await http.get("/metrics")).text
 
 
-@with_settings(migration_wait_s=30.0)
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("status", [grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL])
 async def test_a_worker_that_ends_its_stream_has_not_crashed(
     http: httpx.AsyncClient, peers: Peers, gateway: Gateway, status: grpc.StatusCode
@@ -386,7 +386,7 @@ async def test_one_choice_that_fails_ends_the_others(http: httpx.AsyncClient, pe
 
 
 @pytest.mark.parametrize("same_port", [True, False])
-@with_settings(migration_wait_s=30.0)
+@pytest.mark.usefixtures("patient")
 async def test_a_restarted_decode_worker_serves_at_once(
     http: httpx.AsyncClient, peers: Peers, gateway: Gateway, same_port: bool
 ) -> None:

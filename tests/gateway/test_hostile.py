@@ -21,8 +21,10 @@ BOUND_S, DRIP_S, DRIPS = 30.0, 0.1, 900
 
 
 @pytest.fixture
-def settings(settings: GatewaySettings) -> GatewaySettings:
-    return settings.model_copy(update={"header_timeout_s": 0.5, "body_timeout_s": 0.5, "max_body_bytes": 1 << 20})
+def settings(settings: GatewaySettings, monkeypatch: pytest.MonkeyPatch) -> GatewaySettings:
+    monkeypatch.setattr("services.gateway.__main__.HEADER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("services.gateway.door.exchange.BODY_TIMEOUT_S", 0.5)
+    return settings.model_copy(update={"max_body_bytes": 1 << 20})
 
 
 async def sent(gateway: Gateway, data: bytes, drip: bytes = b"") -> bytes:

@@ -89,8 +89,9 @@ FILES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-async def settings(redis: RedisServer) -> GatewaySettings:
-    return make_settings(redis, prefill_queue_tokens=2**24)
+async def settings(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> GatewaySettings:
+    monkeypatch.setattr("services.gateway.server.PREFILL_QUEUE_TOKENS", 2**24)
+    return make_settings(redis)
 
 
 @asynccontextmanager

@@ -108,7 +108,7 @@ class Watching:
             return await receive()
 
         exchange = Exchange(scope, counted, send, lambda: "id", lambda: False)
-        assert await exchange.body(100, 5.0, Deadlines()) == b"12345"
+        assert await exchange.body(100, Deadlines()) == b"12345"
         exchange.watch_left(self.left.set)
         self.read.set()
         if self.waits_for_end:

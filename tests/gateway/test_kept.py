@@ -41,8 +41,11 @@ def kept() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def settings(model_folder: Path, redis: RedisServer, kept: RedisServer) -> GatewaySettings:
-    return make_settings(redis, store_url=kept.url, store_max_bytes=20_000)
+def settings(
+    model_folder: Path, redis: RedisServer, kept: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> GatewaySettings:
+    monkeypatch.setattr("services.gateway.apis.responses.kept.recalling.MAX_KEPT_BYTES", 20_000)
+    return make_settings(redis, store_url=kept.url)
 
 
 def client_of(base: str, owner: str = "") -> AsyncOpenAI:

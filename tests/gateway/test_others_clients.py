@@ -107,7 +107,7 @@ def test_a_bomb_is_never_unpacked() -> None:
         tracemalloc.stop()
 
 
-@with_settings(served_names=("gpt-x", "org/gpt"))
+@with_settings(aliases={"gpt-x": {MODEL: 1}, "org/gpt": {MODEL: 1}})
 async def test_a_model_may_have_several_names(http: httpx.AsyncClient, gateway: Gateway) -> None:
     listed = (await http.get("/v1/models")).json()["data"]
     assert [(card["id"], card["root"]) for card in listed] == [(MODEL, MODEL), ("gpt-x", MODEL), ("org/gpt", MODEL)]

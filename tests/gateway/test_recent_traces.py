@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from services.gateway import GatewaySettings
 from services.gateway.__main__ import make_gateway
-from services.gateway.telemetry.rows import rows_of
 from services.gateway.telemetry.recent import _spans_of
+from services.gateway.telemetry.rows import rows_of
 from tandem.process import telemetry
 from tandem.security import ApiKey, Keys, write_keys
 from tests.gateway.conftest import eventually

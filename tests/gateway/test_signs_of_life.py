@@ -118,7 +118,8 @@ async def test_official_clients_read_such_a_stream(http: httpx.AsyncClient, peer
         assert message.content[0].text == TEXT
 
 
-@with_settings(aliases={"fast": {OTHER: 1, MODEL: "fallback"}}, migration_wait_s=60.0)
+@pytest.mark.usefixtures("patient")
+@with_settings(aliases={"fast": {OTHER: 1, MODEL: "fallback"}})
 async def test_a_head_alone_leaves_the_answer_to_a_fallback(
     gateway: Gateway, http: httpx.AsyncClient, others: Peers, soon: None
 ) -> None:

@@ -15,6 +15,7 @@ from services.gateway import Gateway
 from services.gateway.admission.targets import Targets, targets_of
 from services.gateway.errors import InvalidRequest
 from services.gateway.routing import Router, RouteRequest
+from services.gateway.server import PREFILL_QUEUE_TOKENS
 from services.gateway.settings import Disaggregation, GatewaySettings
 from tandem import rpc
 from tandem.registry import Route
@@ -107,4 +108,4 @@ async def test_routing_is_told_what_is_left_until_the_first_token(
 async def test_under_auto_admission_counts_decode_workers_among_those_that_prefill(gateway: Gateway) -> None:
     capacity = gateway.directory.llm_of(None).admission.admitted.capacity
     assert capacity is not None
-    assert capacity.prompt_tokens == 2 * gateway.settings.prefill_queue_tokens
+    assert capacity.prompt_tokens == 2 * PREFILL_QUEUE_TOKENS

@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from services.gateway import Gateway
 from tandem.v1 import llm_pb2, llm_pb2_grpc
-from tests.gateway.conftest import eventually, with_settings
+from tests.gateway.conftest import eventually
 from tests.gateway.peers import MODEL, Peers
 from tests.gateway.test_failures import received
 from tests.spans import attributes, catalogued, seen
@@ -92,7 +92,7 @@ async def test_a_stop_string_is_no_failure(spans: InMemorySpanExporter, http: ht
     assert {span.status.status_code for span in ours(spans).values()} == {StatusCode.UNSET}
 
 
-@with_settings(migration_wait_s=30.0)
+@pytest.mark.usefixtures("patient")
 async def test_a_migration_is_a_span_linked_to_the_one_that_was_lost(
     spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers, gateway: Gateway
 ) -> None:
@@ -198,7 +198,7 @@ async def recorded(spans: InMemorySpanExporter, num_roots: int = 1) -> None:
     )
 
 
-@with_settings(migration_wait_s=30.0)
+@pytest.mark.usefixtures("patient")
 async def test_the_catalogue_says_what_a_gateway_records(
     spans: InMemorySpanExporter, http: httpx.AsyncClient, peers: Peers, gateway: Gateway
 ) -> None:

@@ -29,8 +29,10 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lonely(model_folder: Path, redis: RedisServer) -> AsyncIterator[Gateway]:
     """A gateway without workers."""
-    async with lonely_gateway(make_settings(redis, max_choices=8)) as gateway:
-        yield gateway
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.gateway.directory.llm.MAX_CHOICES", 8)
+        async with lonely_gateway(make_settings(redis)) as gateway:
+            yield gateway
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

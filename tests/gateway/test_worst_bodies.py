@@ -31,8 +31,9 @@ T = TypeVar("T")
 
 
 @pytest.fixture
-async def settings(redis: RedisServer) -> GatewaySettings:
-    return make_settings(redis, prefill_queue_tokens=2**24)
+async def settings(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> GatewaySettings:
+    monkeypatch.setattr("services.gateway.server.PREFILL_QUEUE_TOKENS", 2**24)
+    return make_settings(redis)
 
 
 @pytest.fixture

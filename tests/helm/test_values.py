@@ -261,8 +261,8 @@ def test_the_chart_sets_what_settings_may_not() -> None:
         assert {n for n in names if n.startswith("TANDEM_")} <= known, container["name"]
         found |= {name.removeprefix("TANDEM_").lower() for name in names} & SET_BY_CHART
     of_one_machine = {
-        "redis_host", "redis_password", "redis_port", "redis_memory_mb", "shared_cores", "own_http_port",
-        "store_port", "store_memory_mb",
+        "redis_password", "redis_port", "shared_cores", "own_http_port",
+        "store_port",
     }  # fmt: skip
     assert found == SET_BY_CHART - of_one_machine
 

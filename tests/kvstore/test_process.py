@@ -83,7 +83,7 @@ def kvstore(folder: Path, *options: str, **environment: str) -> Iterator[Running
     path = folder / "kvstore.log"
     with path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "services.kvstore", "--grpc-port=0", "--sweep-s=0.1", *options],
+            [sys.executable, "-m", "services.kvstore", "--grpc-port=0", *options],
             stderr=log, env=os.environ | environment,
         )  # fmt: skip
     running = RunningKvstore(process, path)
@@ -238,9 +238,9 @@ def test_a_taken_grpc_port_is_an_error_that_says_so(tmp_path: Path, redis_server
 
 
 def test_bad_settings_name_the_field(tmp_path: Path) -> None:
-    with kvstore(tmp_path, "--sweep-s=0") as running:
+    with kvstore(tmp_path, "--redis-port=-1") as running:
         assert running.process.wait(BOUND_S) == 2
-    assert running.log.read_text(encoding="utf-8").startswith("--sweep-s:")
+    assert running.log.read_text(encoding="utf-8").startswith("--redis-port:")
 
 
 def test_no_torch_is_needed() -> None:

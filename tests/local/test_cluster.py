@@ -119,7 +119,6 @@ def test_ports_that_meet_are_named(settings: dict[str, int], words: str) -> None
         ({"pools": [DECODE | {"name": "gateway-a"}]}, "pools.gateway-a.name: begins as one of gateway, kvstore"),
         ({"workers": {"resources": {"limits": {"cpu": "2 cores"}}}}, "'2 cores' is not a quantity such as 2, 500m"),
         ({"models": [MODEL | {"weights": {"kind": "claim", "path": "x"}}]}, "models.0.weights.kind: Input should be"),
-        ({"security": {"tls_cert": "a.pem"}}, "security.tls-cert, tls-key and tls-ca belong together"),
         ({"security": {"secret": "a"}}, "security.secret: Extra inputs are not permitted"),
         ({"models": [BROUGHT]}, "models.demo.weights.kind: runtime_env needs ray.runtime_env.working_dir"),
         ({"models": [BROUGHT], "ray": {"runtime_env": {"working_dir": 1}}}, "needs ray.runtime_env.working"),

@@ -273,7 +273,8 @@ class SimulatedCluster:
         guest = self.guests.get(name)
         settings = self._settings.worker(name, guest.model if guest else MODEL)
         service = PrefillWorker if name[0] == "p" else DecodeWorker
-        engine = InlineEngine(settings.engine_config(), self.crashes.page_of(process))
+        config = replace(settings.engine_config(), swap_memory=SWAP_BYTES)
+        engine = InlineEngine(config, self.crashes.page_of(process))
         self.crashes.plant(engine.engine, process)
         ports = WorkerPorts(
             engine=engine,
@@ -366,7 +367,7 @@ class SimulationSettings:
             "worker_id": name, "transfer_port": TRANSFER_PORT, "transports": ("memory",), "engine": "null",
             "num_blocks": shape.num_blocks, "block_size": shape.block_size, "max_num_seqs": shape.max_num_seqs,
             "max_num_batched_tokens": shape.max_num_batched_tokens,
-            "null_step": StepTime(shape.prefill_tokens_per_s, shape.decode_step_s), "swap_memory": SWAP_BYTES,
+            "null_step": StepTime(shape.prefill_tokens_per_s, shape.decode_step_s),
         }  # fmt: skip
 
 

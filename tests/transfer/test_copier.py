@@ -82,7 +82,7 @@ def test_rows_of_a_device_go_through_this_machines_memory(copier: Copier, ids: l
 
 @pytest.mark.skipif(not can_compile(), reason="no C compiler, or no AVX2")
 def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
-    source = Path(native.__file__).parent / "transfer" / "copy" / "rows.c"
+    source = Path(native.__file__).parents[1] / "transfer" / "copy" / "rows.c"
     assert native.compiled(source, ("avx2",), "-Wall", "-Wextra", "-Werror", cache=tmp_path).exists()
 
 
@@ -112,7 +112,7 @@ def test_sanitizers_find_nothing_and_would_find_an_overrun(code: str, problem: s
     )
     preloaded = " ".join(line.strip() for line in named)
     environment = os.environ | {"LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0"}
-    source = Path(native.__file__).parent / "transfer" / "copy" / "rows.c"
+    source = Path(native.__file__).parents[1] / "transfer" / "copy" / "rows.c"
     library = native.compiled(source, ("avx2",), *SANITIZE, cache=tmp_path)  # here, where the compiler is not watched
     command = [sys.executable, "-c", SANITIZED + code, str(library)]
     done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=110, check=False)

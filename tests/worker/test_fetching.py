@@ -239,17 +239,6 @@ async def test_another_incarnation_at_the_same_address_lends_nothing(two: Two, p
     await two.computes(0)
 
 
-async def test_a_worker_of_the_wire_version_before_is_not_asked(two: Two, patient: None) -> None:
-    await two.holder.answer(PROMPT)
-
-    def old(link: Link) -> None:
-        link._end._protocol._version = 5
-
-    two.asker.on_link = old
-    assert await two.fetch() == 0
-    await two.computes(0)
-
-
 async def test_what_comes_after_it_was_given_up_is_written_nowhere(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks belong to another sequence by then."""
     await two.holder.answer(PROMPT)

@@ -55,12 +55,8 @@ capabilities:
 - name: TANDEM_CLUSTER_SECRET
   value: /etc/tandem/cluster/secret
 {{- if .root.Values.cluster.tlsSecret }}
-- name: TANDEM_TLS_CERT
-  value: /etc/tandem/tls/tls.crt
-- name: TANDEM_TLS_KEY
-  value: /etc/tandem/tls/tls.key
-- name: TANDEM_TLS_CA
-  value: /etc/tandem/tls/ca.crt
+- name: TANDEM_TLS
+  value: /etc/tandem/tls
 {{- end }}
 {{- include "tandem.telemetry" . }}
 {{- end }}

@@ -192,7 +192,7 @@ class ModelDirectory:
         if not self.allows(client, name) or self.base_of(meant) != llm.key.name:
             raise self.unknown(name, client)
         adapter = None if meant == llm.key.name else self.adapters.find(meant)
-        if adapter is not None and meant not in self.shared.settings.served_names:
+        if adapter is not None:
             return replace(llm.model.adapted(adapter), name=name, via=via)
         return llm.model if name == llm.model.name and not via else replace(llm.model, name=name, via=via)
 
@@ -223,8 +223,6 @@ class ModelDirectory:
         names = self.names
         if name in names:
             return str(name)
-        if len(names) == 1 and name in self.shared.settings.served_names:
-            return names[0]
         adapter = self.adapters.find(name) if isinstance(name, str) else None
         if adapter is None:
             return None
@@ -232,8 +230,7 @@ class ModelDirectory:
 
     def models(self, client: Caller) -> list[Listed]:
         """Returns the models with workers that the client may use, adapters and aliases included."""
-        others = self.shared.settings.served_names if len(self.names) == 1 else ()
-        names = dict.fromkeys((*self.names, *others, *self.adapters.names, *self.aliases.names))
+        names = dict.fromkeys((*self.names, *self.adapters.names, *self.aliases.names))
         listed = (
             self._listed(name) for name in names if self.allows(client, name) and not self.sleepers.is_asleep(name)
         )
@@ -269,9 +266,8 @@ class ModelDirectory:
         return [why for name in sorted({key.name for key in self.llms}) if (why := versions.mixed(self.versions(name)))]
 
     def allows(self, client: Caller, name: str) -> bool:
-        """True if the client may use the model. A key for a model is valid for all of its names."""
-        is_other = name in self.shared.settings.served_names
-        return client.may_use(name) or (is_other and client.may_use(self.base_of(name) or name))
+        """True if the client may use the model of this name."""
+        return client.may_use(name)
 
     def unknown(self, name: str, client: Caller = ANYONE) -> ModelNotFound:
         names = dict.fromkeys((*self.names, *self.aliases.names))
@@ -288,7 +284,7 @@ class ModelDirectory:
         if base is not None and base not in self.names:
             raise self.unknown(base)
         model = self.llm_of(None).key.name if base is None else base
-        taken = {*self.names, *self.shared.settings.served_names, *self.aliases.names}
+        taken = {*self.names, *self.aliases.names}
         workers = [connection for llm in self.versions(model) for connection in llm.pool.all_connected()]
         await self.adapters.load(name, path, model, taken, workers)
 

@@ -28,6 +28,7 @@ from tandem.registry import LiveWorker, ModelKey, Role
 from tandem.sampling import SamplingParams
 
 B = TypeVar("B")
+MAX_CHOICES = 128  # prompts times n of one request
 # Reduces a large body in a helper process.
 Reduce = Callable[[bytes, PromptBounds, ChatTemplate | None], Reduced]
 
@@ -117,7 +118,7 @@ class LLM:
     @property
     def bounds(self) -> PromptBounds:
         longest, longest_token = self.max_model_len, self.model.tokenizer.longest_token
-        return PromptBounds(self.shared.settings.max_choices, longest, longest * longest_token, self.vocab_size)
+        return PromptBounds(MAX_CHOICES, longest, longest * longest_token, self.vocab_size)
 
     async def sampling(
         self, given: Mapping[str, Any], names: Mapping[str, str], structure: Structure | None, caller: str

@@ -99,7 +99,7 @@ class AdminEndpoint(Endpoint):
 
     async def _serve(self, exchange: Exchange) -> None:
         self._shared.access.authenticate(exchange.headers).check_manages()
-        body = await exchange.body(ADMIN_BYTES, self._shared.settings.body_timeout_s, self._shared.deadlines)
+        body = await exchange.body(ADMIN_BYTES, self._shared.deadlines)
         await exchange.json(200, await self._respond(body), {})
 
 
@@ -116,7 +116,7 @@ class TextEndpoint(Endpoint):
         tenant, settings = shared.access.tenant(client, exchange.headers, "", "user"), shared.settings
         try:
             with shared.deadlines.until(deadline):
-                body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s, shared.deadlines)
+                body = await exchange.body(settings.max_body_bytes, shared.deadlines)
                 left = deadline - asyncio.get_running_loop().time()
                 counted = shared.allowances.one(client, tenant, exchange.request_id, left)
 
@@ -156,7 +156,7 @@ class GenerateEndpoint(Endpoint):
             asked = _Asked(self._directory, exchange)
             with shared.deadlines.until(asked.deadline):
                 await shared.intake.begin()
-                body = await exchange.body(settings.max_body_bytes, settings.body_timeout_s, shared.deadlines)
+                body = await exchange.body(settings.max_body_bytes, shared.deadlines)
                 check_left(asked.deadline)  # the timer itself may be late
                 found, answer = await self._begin(asked, body)
         except TimeoutError:

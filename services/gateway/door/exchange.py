@@ -27,6 +27,7 @@ from services.gateway.shared import Shared
 
 log = structlog.get_logger(__name__)
 FAIL_WAIT_S = 1.0
+BODY_TIMEOUT_S = 30.0  # for a client to send its body
 # Headers that name a deadline, and their units in a second.
 TIMEOUTS = (("x-request-timeout-ms", 1000.0), ("x-request-timeout", 1.0))
 # Short answers end before this, and so save the two messages between threads that watching a client costs.
@@ -86,16 +87,16 @@ class Exchange:
         check_left(deadline)
         return deadline
 
-    async def body(self, limit: int, seconds: float, deadlines: Deadlines) -> bytes:
+    async def body(self, limit: int, deadlines: Deadlines) -> bytes:
         """
         Raises:
             BodyTooLarge: more than `limit` bytes.
-            BodyTimeout: the body took longer than `seconds`.
+            BodyTimeout: the body took longer than BODY_TIMEOUT_S.
             UnsupportedEncoding | InvalidRequest: the body is compressed, but not by gzip, or wrongly.
             ClientLeft
         """
         compressed = is_compressed(self.headers.get("content-encoding", ""))
-        bound = deadlines.until(self.arrived + seconds)
+        bound = deadlines.until(self.arrived + BODY_TIMEOUT_S)
         try:
             with bound:
                 body = await self._body(limit)
@@ -104,7 +105,7 @@ class Exchange:
             if not bound.expired:
                 raise
             self._last = True
-            raise BodyTimeout(f"the body was not sent within {seconds:g} s", code="body_timeout") from None
+            raise BodyTimeout(f"the body was not sent within {BODY_TIMEOUT_S:g} s", code="body_timeout") from None
 
     async def _body(self, limit: int) -> bytes:
         whole = _length(self.headers)

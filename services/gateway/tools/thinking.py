@@ -1,5 +1,4 @@
-"""Thoughts before an answer: <think>...</think>, [THINK]...[/THINK]; in Granite 3.3 <response>...</response> follows.
-"""
+"""Thoughts before an answer: <think>...</think>, [THINK]...[/THINK]; Granite 3.3 adds <response>...</response>."""
 
 from __future__ import annotations
 

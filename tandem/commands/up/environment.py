@@ -14,7 +14,7 @@ OF_KUBERNETES = re.compile(r"TANDEM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|POR
 URL_OF_KUBERNETES = re.compile(r"TANDEM_(\w+_)?PORT=(tcp|udp|sctp)://.*")
 # Settings that one value for all processes would break, or that `tandem up` chooses itself.
 OF_ONE_PROCESS = {
-    "worker_id", "shared_cores", "health_port", "metrics_port", "transfer_port", "redis_host", "redis_password",
+    "worker_id", "shared_cores", "health_port", "metrics_port", "transfer_port", "redis_password",
 }  # fmt: skip
 
 

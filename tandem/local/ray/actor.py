@@ -201,7 +201,7 @@ def store_address(kvstore: Service) -> str:
 
 
 def _own_redis(settings: Mapping[str, str], port: str) -> str:
-    return f"redis://:{settings.get('redis_password')}@{address(settings.get('redis_host', ''), settings.get(port))}"
+    return f"redis://:{settings.get('redis_password')}@{address(settings.get('host', ''), settings.get(port))}"
 
 
 def _advertised(service: Service) -> Service:

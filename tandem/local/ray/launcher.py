@@ -30,7 +30,7 @@ def kvstore_on_ray(cluster: Cluster, store_url: str) -> Service:
     """With a Redis that other nodes reach, with a password, where the file names none; and likewise with a store."""
     store: dict[str, object] = {} if store_url else {"store_port": free_ports(1)[0]}
     here = node_address()
-    return cluster.kvstore_service(host=here, redis_host=here, redis_password=token_urlsafe(24), **store)
+    return cluster.kvstore_service(host=here, redis_password=token_urlsafe(24), **store)
 
 
 class RayLauncher:

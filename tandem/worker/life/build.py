@@ -32,7 +32,7 @@ from tandem.worker.life.integrity import check_worker
 from tandem.worker.life.lease import Lease
 from tandem.worker.life.metrics import WorkerCollector
 from tandem.worker.life.succession import stay, succeed
-from tandem.worker.settings import FOLLOWED, WorkerSettings
+from tandem.worker.settings import FOLLOWED, LEASE_TTL_S, WorkerSettings
 from tandem.worker.work import AdapterService, ModelFilesService
 
 log = structlog.get_logger(__name__)
@@ -155,7 +155,7 @@ class Worker:
         info = _info(context, self._service, self._files.fingerprint, server.port, self.metrics_port)
         self.address = info.grpc_address
         self._lease = Lease(
-            registry, info, self._load, ttl=context.settings.lease_ttl_s, on_forgotten=publisher.publish_all_again,
+            registry, info, self._load, ttl=LEASE_TTL_S, on_forgotten=publisher.publish_all_again,
             starvation=self._starvation.now, is_gone=self._ports.is_gone,
         )  # fmt: skip
         self._ports.engine.start(partial(self._on_events, publisher), self._fail)

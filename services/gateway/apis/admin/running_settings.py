@@ -21,7 +21,7 @@ class SettingsEndpoint(Endpoint):
         client = self._shared.access.authenticate(exchange.headers)
         client.check_manages()
         if exchange.scope["method"] == "POST":
-            body = await exchange.body(ADMIN_BYTES, self._shared.settings.body_timeout_s, self._shared.deadlines)
+            body = await exchange.body(ADMIN_BYTES, self._shared.deadlines)
             host = (exchange.scope.get("client") or ("",))[0]
             by = f"key {client.key_id} of {client.tenant}" if client.key_id else "anyone"
             self._set(body, f"{by}, from {host}")

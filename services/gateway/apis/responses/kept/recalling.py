@@ -26,6 +26,8 @@ PREFIXES = {
     "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
 }  # fmt: skip
 MOST_REFERENCES = 1000  # references in one input
+KEPT_S = 7 * 86400
+MAX_KEPT_BYTES = 2 * 2**20  # of one response with all items before it, or of one conversation
 NEEDS_STORE = ("previous_response_id", "conversation", "background")
 
 
@@ -52,8 +54,7 @@ class Keeping:
 
 
 def kept_of(shared: Shared, owner: str) -> Kept | None:
-    settings = shared.settings
-    return Kept(shared.store, owner, settings.store_max_bytes, settings.store_ttl_s) if shared.store else None
+    return Kept(shared.store, owner, MAX_KEPT_BYTES, KEPT_S) if shared.store else None
 
 
 async def recalled(llm: LLM, body: Incoming[ResponseBody]) -> tuple[bytes | None, Keeping | None]:

@@ -57,7 +57,7 @@ class KeptEndpoint(Endpoint):
         kept = kept_of(shared, shared.access.tenant(client, exchange.headers, "", "user"))
         try:
             with shared.deadlines.until(exchange.deadline(shared)):
-                body = await exchange.body(LARGE, shared.settings.body_timeout_s, shared.deadlines)
+                body = await exchange.body(LARGE, shared.deadlines)
                 if kept is None:
                     raise NotKept(scope["path"].rstrip("/").rpartition("/")[2])
                 query = _query(scope["query_string"])
@@ -179,7 +179,7 @@ async def _items_of(asked: Asked) -> list[Any]:
 
 
 async def _parsed(items: bytes) -> list[Any]:
-    """Returns parsed items, at most `store_max_bytes` of them, parsed on a thread."""
+    """Returns parsed items, at most MAX_KEPT_BYTES of them, parsed on a thread."""
     found: list[Any] = await asyncio.to_thread(orjson.loads, items)
     return found
 
