@@ -1,4 +1,4 @@
-"""Settings that the services share: where each listens, and which registry they meet in."""
+"""Settings that services share: the address of each, and the registry."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RequestSettings(ServiceSettings):
     )
 
     def reachable_host(self, hostname: str) -> str:
-        """Host at which others reach it; `hostname` is the machine's."""
+        """Returns the host by which others reach the service. `hostname`: the machine's."""
         return self.advertise_host or (hostname if self.host in EVERYWHERE else self.host)
 
 

@@ -1,1 +1,1 @@
-"""The registry's keeper: runs Redis where none is given, sweeps it, shows people and tools what is in it. No torch."""
+"""The registry's keeper: runs Redis unless one is given, sweeps it, and checks its integrity. No torch."""

@@ -29,30 +29,30 @@ from tandem.rpc import IntegrityService
 
 log = structlog.get_logger(__name__)
 WATCH_S = 0.1
-STOP_GRACE_S = 2.0  # of calls that run at the end
+STOP_GRACE_S = 2.0  # for calls that run at the end
 SWEEP_S = 1.0
-# Memory bounds of the redis-servers that are started here.
+# Memory bounds of the redis-servers started here.
 REGISTRY_MB, STORE_MB = 512, 256
 INTEGRITY_WAIT_S = 10.0
 
 
 class OwnRedis:
-    """A redis-server that this process runs. Starting again loses its memory, which workers and gateways bear."""
+    """A redis-server that this process runs. A restart loses its memory, which workers and gateways tolerate."""
 
     def __init__(
         self, settings: KVStoreSettings, port: int, max_memory_mb: int, died: Callable[[], None], evicts: bool = False
     ) -> None:
-        """`died` is called each time that it did."""
+        """`died`: called each time the server has died."""
         self._settings, self._max_memory_mb, self._evicts, self._died = settings, max_memory_mb, evicts, died
         self._server = self._start(port)
         self.url = self._server.url
         self.shown_url = f"redis://{settings.host}:{self._server.port}"
 
     async def keep(self) -> None:
-        """Start it again whenever it dies, until cancelled.
+        """Restart the server whenever it dies, until cancelled.
 
         Raises:
-            RuntimeError: it does not start any more.
+            RuntimeError: the server no longer starts.
         """
         while True:
             await asyncio.sleep(WATCH_S)
@@ -60,7 +60,7 @@ class OwnRedis:
                 log.error("redis-server died: starting it again, empty", port=self._server.port)
                 self._died()
                 self._server.stop()
-                # On this thread on purpose: the child dies with the thread that starts it.
+                # On this thread on purpose: the child dies with the thread that started it.
                 self._server = self._start(self._server.port)
 
     def stop(self) -> None:
@@ -77,7 +77,7 @@ class OwnRedis:
 async def sweep(
     registry: Registry, server: rpc.Server, metrics: KeeperMetrics, interval: float, read_at: str = ""
 ) -> None:
-    """Forget what is past its time, and report healthy exactly while Redis answers; until cancelled.
+    """Remove expired rows, and report healthy exactly while Redis answers, until cancelled.
 
     Args:
         read_at: the address at which Prometheus reads `metrics`.
@@ -105,7 +105,7 @@ async def run(settings: KVStoreSettings) -> None:
     """Keep the registry until a signal.
 
     Raises:
-        OSError, RuntimeError, ValueError: it cannot start, or a task died; the message says why.
+        OSError, RuntimeError, ValueError: it cannot start, or a task died; the message names the reason.
     """
     with ExitStack() as servers:
         metrics = KeeperMetrics()
@@ -130,7 +130,7 @@ async def _serve(
     certificate.watch(metrics.registry, settings.security.tls)
     look = partial(_from_a_thread, asyncio.get_running_loop(), registry)
     with metrics_server.serving(metrics.registry, look, settings.host, settings.metrics_port) as port:
-        told = port and settings.host not in EVERYWHERE  # which is an address for nobody else
+        told = port and settings.host not in EVERYWHERE  # an address that others cannot use
         await _serve_rpc(settings, registry, owned, metrics, (url, rpc.address(settings.host, port) if told else ""))
 
 
@@ -142,7 +142,7 @@ async def _serve_rpc(
     settings: KVStoreSettings, registry: Registry, owned: Sequence[OwnRedis], metrics: KeeperMetrics,
     shown: tuple[str, str],
 ) -> None:  # fmt: skip
-    """`shown`: Redis's URL, and where Prometheus reads `metrics`."""
+    """Serve gRPC until cancelled. `shown`: Redis's URL, and the address at which Prometheus reads `metrics`."""
     url, read_at = shown
     integrity = IntegrityService(registry.check_integrity).servicer
     server = await rpc.serve([integrity], settings.host, settings.grpc_port, security=settings.security)
@@ -162,7 +162,7 @@ async def _serve_rpc(
 
 
 async def _stopped_or_failed(tasks: list[asyncio.Task[None]]) -> None:
-    """Return on SIGTERM or SIGINT; raise what a task died of."""
+    """Wait for SIGTERM or SIGINT. Raises the error that a task died of."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -9,7 +9,7 @@ from tandem.registry import Swept
 
 
 class KeeperMetrics:
-    """Its `registry` holds exactly the catalogue's."""
+    """The kvstore's metrics: exactly those of the catalogue."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -23,7 +23,7 @@ class KeeperMetrics:
             self._ended.labels(kind)
 
     def swept(self, swept: Swept, seconds: float) -> None:
-        """Redis has answered, so soon."""
+        """Note a sweep and how long Redis took."""
         self.up.set(1)
         self._seconds.observe(seconds)
         self._leases.set(swept.live_leases)

@@ -1,6 +1,6 @@
 """`tandem chat`: talk to a running cluster in the terminal.
 
-you> …            a message; one that begins with three quotation marks goes on until three more
+you> …            a message; one that begins with three quotation marks continues until three more
 the model's text  as it comes, on a terminal its Markdown rendered; Ctrl-C stops this answer and keeps the chat
 [what it cost]    tokens per second, first token, path, cached tokens
 """
@@ -35,7 +35,7 @@ from tandem.commands.clusters.running import running
 from tandem.settings import Settings, load
 
 QUOTES = '"""'
-# HTML stays text: rich would leave it out.
+# HTML is shown as text: rich would drop it.
 MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 HELP = """\
 /help            this list
@@ -100,7 +100,7 @@ class Conversation:
 
 def main(arguments: list[str]) -> None:
     settings = load(ChatSettings, arguments, "tandem chat")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background processes ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells make background processes ignore it
     url = settings.url or _url_here(settings.model)
     direct = DefaultHttpxClient(verify=httpx.create_ssl_context(), trust_env=False)  # as gateways.http_client
     client = OpenAI(
@@ -131,7 +131,7 @@ def read_line(prompt: str) -> str:
 
 
 class WrittenMarkdown:
-    """Markdown on a terminal while it is written: its last block is redrawn until the next one begins."""
+    """Shows Markdown while it is written: the last block is redrawn until the next one begins."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._last, self._first = console, "", True
@@ -147,14 +147,14 @@ class WrittenMarkdown:
 
     def add(self, part: str) -> None:
         self._last += part
-        if "\n" in part:  # no block ends before its line does
+        if "\n" in part:  # a block ends only with its line
             complete = self._last[: self._last.rindex("\n") + 1]
             starts = [token.map[0] for token in MARKDOWN.parse(complete) if token.map and token.level == 0]
             before = complete.split("\n")[: max(starts, default=0)]
             self._print(sum(len(line) + 1 for line in before))
 
     def _print(self, length: int) -> None:
-        """Prints blocks that are complete, above the last one."""
+        """Print complete blocks above the last one."""
         complete, self._last = self._last[:length], self._last[length:]
         if lines := self._lines(complete):
             self._console.print(SegmentLines(lines, new_lines=True))
@@ -165,7 +165,7 @@ class WrittenMarkdown:
         return SegmentLines(self._lines(self._last)[-(self._console.height - 1) :], new_lines=True)
 
     def _lines(self, text: str) -> list[list[Segment]]:
-        """Returns the text's lines with one that is blank between them and those before."""
+        """Returns the text's lines, with a blank one before them."""
         lines = self._console.render_lines(rendered(text), pad=False)
         full = [at for at, line in enumerate(lines) if any(part.text.strip() for part in line)]
         return [*([] if self._first else [[]]), *lines[full[0] : full[-1] + 1]] if full else []
@@ -194,7 +194,7 @@ class Chat:
         self._said.reset()
 
     def run(self, read: Callable[[str], str]) -> None:
-        """Until the input ends or says so."""
+        """Chat until the input ends or asks to."""
         self._console.print(f"[bold]{escape(self._said.model)}[/]  /help lists the commands")
         while (line := self._read(read)) is not None:
             if line.startswith("/"):
@@ -205,7 +205,7 @@ class Chat:
                 self._answer(line)
 
     def _read(self, read: Callable[[str], str]) -> str | None:
-        """A message, perhaps of several lines; None at the end."""
+        """Returns a message, perhaps of several lines; None at the end."""
         try:
             line = read("you> ").strip()
             if not line.startswith(QUOTES):
@@ -241,7 +241,7 @@ class Chat:
             self._console.print(f"{'*' if one == self._said.model else ' '} {escape(one)}")
 
     def _answer(self, text: str) -> None:
-        """One that fails or is stopped before its first token leaves no trace in the conversation."""
+        """Answer a message. An answer without a token, failed or stopped, is left out of the conversation."""
         self._said.messages.append({"role": "user", "content": text})
         cost, parts = Cost(self._now()), list[str]()
         try:
@@ -258,7 +258,7 @@ class Chat:
             self._said.messages.pop()
 
     def _stream(self, cost: Cost, parts: list[str]) -> None:
-        """Shows the parts as they come, and keeps them."""
+        """Show and keep the parts as they come."""
         rendered = self._console.is_terminal and not self._console.is_dumb_terminal
         with WrittenMarkdown(Console(file=self._console.file)) if rendered else nullcontext() as markdown:
             for part in self._parts(cost):
@@ -271,7 +271,7 @@ class Chat:
     def _parts(self, cost: Cost) -> Iterator[str]:
         most, temperature = self._settings.max_tokens, self._settings.temperature
         messages: Any = self._said.messages
-        usage: Any = {"include_usage": True, "continuous_usage_stats": True}  # also of one that is stopped
+        usage: Any = {"include_usage": True, "continuous_usage_stats": True}  # for stopped answers, too
         stream = self._client.chat.completions.create(
             model=self._said.model, messages=messages, stream=True, stream_options=usage,
             max_tokens=omit if most is None else most, temperature=omit if temperature is None else temperature,

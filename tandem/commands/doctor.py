@@ -45,7 +45,7 @@ class DoctorSettings(ClusterSettings):
     timeout_s: float = Field(5.0, gt=0, description="bound of each check")
 
     def addressed(self) -> DoctorSettings:
-        """With the addresses of `tandem up` where none is given, and the password of its Redis."""
+        """Returns the settings with the addresses and the password of `tandem up` where none is given."""
         given = self.redis_url or self.gateway_url or self.grpc_address
         said = self if given else self.model_copy(update=UP_ADDRESSES)
         said = said.model_copy(update={"redis_url": with_own_password(said.redis_url)})
@@ -57,8 +57,8 @@ class Finding:
     what: str
     good: bool
     detail: str
-    link: tuple[str, str, str] | None = None  # prefill worker, decode worker, how fast and how near
-    warns: bool = False  # it is good, if it is meant
+    link: tuple[str, str, str] | None = None  # prefill worker, decode worker, speed and distance
+    warns: bool = False  # fine if it is intended
 
     @property
     def mark(self) -> str:
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> None:
 
 
 def matrix(links: Sequence[tuple[str, str, str]]) -> Table:
-    """Bandwidth and distance of each pair: prefill workers down, decode workers across."""
+    """Returns a table of each pair's bandwidth and distance: prefill workers down, decode workers across."""
     found = {(prefill, decode): text for prefill, decode, text in links}
     decodes = sorted({decode for _, decode in found})
     table = Table("prefill -> decode", *map(escape, decodes), box=box.SIMPLE)
@@ -96,10 +96,10 @@ def matrix(links: Sequence[tuple[str, str, str]]) -> Table:
 
 
 def fit(model: str) -> str:
-    """Say what `tandem up` needs for it, and what there is; no weights are fetched.
+    """Returns the memory that `tandem up` needs for a model and what there is. No weights are fetched.
 
     Raises:
-        SystemExit: it does not fit, or there is no such model.
+        SystemExit: the model does not fit or does not exist.
     """
     try:
         needs = UpSettings(model_path=Path(model)).needs(weights_bytes(model))
@@ -111,7 +111,7 @@ def fit(model: str) -> str:
 
 
 async def examine(settings: DoctorSettings) -> list[Finding]:
-    """Every check, whatever the others find."""
+    """Returns the findings of all checks."""
     findings = await _registry(settings) if settings.redis_url else []
     if settings.gateway_url:
         findings.append(await _http(settings))
@@ -164,7 +164,7 @@ async def _registry(settings: DoctorSettings) -> list[Finding]:
 
 
 async def _wrong_rows(registry: Registry) -> list[str]:
-    """Rows that cannot be read, of all that were read of it, and that there may be more."""
+    """Returns a line for each unreadable row of the registry, and one if there may be more."""
     await registry.adapters.all()
     await registry.aliases.all()
     evicts = await registry.unreadable.evicts()
@@ -172,7 +172,7 @@ async def _wrong_rows(registry: Registry) -> list[str]:
 
 
 async def _meant(registry: Registry, settings: DoctorSettings) -> set[str]:
-    """Names of the models to check; empty: all. Aliases of a cluster.yaml are known to gateways alone."""
+    """Returns the names of the models to check; empty: all. Aliases of a cluster.yaml are known only to gateways."""
     name = settings.model
     alias = (await registry.aliases.all()).by_name.get(name)
     targets = list(alias.targets) if alias else []
@@ -186,7 +186,7 @@ async def _meant(registry: Registry, settings: DoctorSettings) -> set[str]:
 
 
 def _mixed(workers: Sequence[LiveWorker]) -> list[Finding]:
-    """Models of two fingerprints, whose requests are shared between workers that take other tokens for a text."""
+    """Returns findings about models with two fingerprints, whose workers tokenize differently."""
     found: dict[str, dict[str, list[str]]] = {}
     for worker in workers:
         found.setdefault(worker.info.model, {}).setdefault(worker.info.fingerprint, []).append(worker.info.worker_id)
@@ -204,7 +204,7 @@ def _sleeps(status: ModelStatus) -> str:
 
 
 def _same_weights(prefill: LiveWorker, decode: LiveWorker) -> bool:
-    """Others are not meant to pair: of another model, or of the revision that is being rolled out beside this one."""
+    """True if the two should pair: workers of other models or revisions do not."""
     return (prefill.info.model, prefill.info.revision) == (decode.info.model, decode.info.revision)
 
 

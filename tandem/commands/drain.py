@@ -12,7 +12,7 @@ from tandem.hosts import Host, reached_from_here
 from tandem.settings import Settings, load
 from tandem.v1 import process_pb2, process_pb2_grpc
 
-# Beyond the process's own bound: for the answer to arrive.
+# Added to the process's own bound, for its answer to arrive.
 MARGIN_S = 5.0
 
 

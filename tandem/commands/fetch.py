@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
 
 
 def fetch(settings: FetchSettings) -> dict[str, str]:
-    """Name and SHA-256 of each file that is there now.
+    """Returns the SHA-256 of each fetched file by name.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -81,7 +81,7 @@ def _of_wheel(model: str) -> tuple[Names, Get]:
 
 
 def _get_from_hub(model: str, names: list[str], folder: Path) -> None:
-    for name in names:  # one that is there and damaged would count as fetched
+    for name in names:  # remove damaged files, which would count as fetched
         (folder / name).unlink(missing_ok=True)
     fetch_files(model, names, folder)
 

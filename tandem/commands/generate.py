@@ -72,7 +72,7 @@ async def run(arguments: list[str]) -> None:
 
 
 def describe(last: llm_pb2.GenerateResponse) -> str:
-    """One line: what the answer cost and which path it took."""
+    """Returns one line: what the answer cost, and its path."""
     usage, path = last.usage, last.path
     workers = f"{path.prefill_worker} -> {path.decode_worker}" if path.prefill_worker else path.decode_worker
     return (

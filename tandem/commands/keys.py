@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _option(parser: argparse.ArgumentParser, name: str, variable: str, default: str, words: str) -> None:
-    """As `tandem up` takes it from the same variable; its own places where there is none."""
+    """Add an option with the variable and the default of `tandem up`."""
     given = os.environ.get(f"TANDEM_{variable}", default)
     parser.add_argument(name, default=given, type=Path if name == "--file" else str, help=f"{words} (default: {given})")
 

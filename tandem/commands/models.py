@@ -1,4 +1,4 @@
-"""`tandem models`: what a cluster serves, and the aliases under which it does. Gateways follow within two seconds."""
+"""`tandem models`: the models of a cluster and their aliases. Gateways follow changes within two seconds."""
 
 from __future__ import annotations
 

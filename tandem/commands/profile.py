@@ -1,4 +1,4 @@
-"""`tandem profile WORKER`: what a worker's threads do, sampled by itself, as a file for speedscope."""
+"""`tandem profile WORKER`: a worker samples its own threads, as a file for speedscope."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from tandem.cluster import Cluster, Model, Pool, read_cluster
 from tandem.settings import Settings, load
 
-# The chart says itself where a process listens.
+# The chart itself sets where processes listen.
 ADDRESSES = {"host", "advertise_host", "http_port", "grpc_port", "own_http_port"}
 
 
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
 def helm_values(cluster: Cluster) -> dict[str, Any]:
     """
     Raises:
-        ValueError: the chart does not have what a field says; names it.
+        ValueError: a field, which is named, asks for what the chart does not have.
     """
     _check_movable(cluster)
     values: dict[str, Any] = {
@@ -61,7 +61,7 @@ def helm_values(cluster: Cluster) -> dict[str, Any]:
 
 
 def _check_movable(cluster: Cluster) -> None:
-    """Files of this machine are not in containers."""
+    """Refuse files of this machine, which containers do not have."""
     for what, settings in (("security", cluster.security), ("gateway.settings", cluster.gateway.settings)):
         for name in ("cluster_secret", "tls", "api_keys"):
             if settings.get(name):
@@ -86,7 +86,7 @@ def _chart_weights(model: Model) -> dict[str, Any]:
 
 
 def _container(part: Any) -> dict[str, Any]:
-    """Resources and settings, where there are any."""
+    """Returns a part's resources and settings, if any."""
     resources = {kind: amounts for kind, amounts in part.resources.model_dump().items() if amounts}
     settings = {name: value for name, value in part.settings.items() if name not in ADDRESSES}
     return {name: found for name, found in (("resources", resources), ("settings", settings)) if found}

@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
 
 
 async def _set_everywhere(settings: SetSettings, changes: dict[str, Any]) -> list[str]:
-    """Workers last, and only what they follow: a refusal is a gateway's, which knows all of it."""
+    """Set gateways first, which refuse wrong values, then workers, which follow some of the settings."""
     if problems := await _set(settings, changes):
         return problems
     of_workers = {name: value for name, value in changes.items() if name in FOLLOWED}
@@ -69,7 +69,7 @@ async def _set_everywhere(settings: SetSettings, changes: dict[str, Any]) -> lis
 
 
 async def _set_worker(settings: SetSettings, worker: WorkerInfo, request: process_pb2.OverrideRequest) -> str:
-    """Print its answer; returns why there is none."""
+    """Print a worker's answer. Returns why there is none, or ""."""
     try:
         async with rpc.channel(worker.grpc_address, settings.security) as channel:
             stub: Any = process_pb2_grpc.SettingsServiceStub(channel)
@@ -81,7 +81,7 @@ async def _set_worker(settings: SetSettings, worker: WorkerInfo, request: proces
 
 
 async def _set(settings: SetSettings, changes: dict[str, Any]) -> list[str]:
-    """Ask each gateway, and print its answer; returns those that refused, or did not answer."""
+    """Print each gateway's answer. Returns those that refused or did not answer."""
     headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     body, problems = {"settings": changes, "ttl_s": settings.ttl_s}, []
     found = await addresses(settings.redis_url, settings.namespace) or [settings.gateway_url.rstrip("/")]

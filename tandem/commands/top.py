@@ -21,7 +21,7 @@ from tandem.registry import GatewayAddress, LiveWorker, Registry, RegistryUnavai
 from tandem.settings import Settings, load
 
 ANSWER_WAIT_S = 2.0
-# Beyond so many, the busiest are shown.
+# The most workers shown; of more, the busiest.
 MAX_ROWS = 40
 
 
@@ -36,7 +36,7 @@ class TopSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """A moment of a cluster. `loads`: requests at each gateway; none where it does not answer."""
+    """The cluster at one moment. `loads`: requests at each gateway, None for one that does not answer."""
 
     workers: Sequence[LiveWorker]
     gateways: Sequence[GatewayAddress]
@@ -105,7 +105,7 @@ def _workers(workers: Sequence[LiveWorker]) -> Table:
 
 
 def shown_first(workers: Sequence[LiveWorker]) -> list[LiveWorker]:
-    """By role and name; of very many the busiest."""
+    """Returns workers by role and name; of very many the busiest."""
     busiest = sorted(workers, key=lambda worker: -worker.load.num_running - worker.load.num_waiting)[:MAX_ROWS]
     return sorted(busiest, key=lambda worker: (worker.info.role.value, worker.info.worker_id))
 
@@ -122,7 +122,7 @@ def _row(worker: LiveWorker, decodes: set[str]) -> Sequence[Any]:
 
 
 def _rate(worker: LiveWorker) -> str:
-    """As measured of late: prompt tokens of a prefill worker, of a decode worker those of its present batch."""
+    """Returns a worker's recent rate: prompt tokens of a prefill worker, generated tokens of a decode worker."""
     load_ = worker.load
     if worker.info.role is Role.PREFILL:
         return f"{load_.prefill_tokens_per_s:,.0f}"

@@ -1,4 +1,4 @@
-"""Options of `tandem up`. `tandem doctor --fit` counts with them, too."""
+"""The options of `tandem up`, which `tandem doctor --fit` also uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.machine.resources import usable_memory
 from tandem.security import ClusterSettings
 
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo" / "target"
-# Options that say how, not what: a file leaves them to the command line.
+# Options about how a cluster runs, which stay on the command line when a file describes it.
 BESIDE_FILE = {"file", "ray", "ray_namespace", "detach", "logs", "ready_timeout_s", "sample"}
 KV_MEMORY = {
     ("model", "prefill"): ByteSize(256 * 2**20), ("model", "decode"): ByteSize(512 * 2**20),
@@ -26,12 +26,12 @@ KV_MEMORY = {
 
 
 def _listed(given: Any) -> Any:
-    """Options that are given several times come with commas between."""
+    """Returns the parts of options that were given several times, which arrive joined by commas."""
     return tuple(filter(None, given.split(","))) if isinstance(given, str) else given
 
 
 def _counts(given: Any) -> Any:
-    """2 as {"": 2}; qwen=2,smollm2=1 as {"qwen": 2, "smollm2": 1}."""
+    """Returns {"": 2} for 2, and {"qwen": 2, "smollm2": 1} for qwen=2,smollm2=1."""
     if isinstance(given, Mapping):
         return given
     said = (one.rpartition("=") for one in str(given).split(","))
@@ -156,7 +156,7 @@ class UpSettings(ClusterSettings):
     def cluster(self, environment: Mapping[str, str]) -> Cluster:
         """
         Args:
-            environment: variables of services' settings, which go before what is chosen here.
+            environment: variables of services' settings, which override the choices made here.
 
         Raises:
             ValueError: the file, or an option beside it, is wrong.
@@ -193,7 +193,7 @@ class UpSettings(ClusterSettings):
         )
 
     def found(self) -> Self:
-        """With the folders and the names of its models, which are fetched where they are on a hub only.
+        """Returns the options with folders and names of their models, fetched if they are on a hub.
 
         Raises:
             ValueError: there is no such model, or they do not fit.
@@ -211,9 +211,9 @@ class UpSettings(ClusterSettings):
         return self.model_copy(update={"model": tuple(named)})
 
     def _find(self, given: str, before: list[MemoryNeed]) -> str:
-        """name=folder of one. `before`: needs of the models before it; its own are added."""
+        """Returns name=folder of one model, and adds its needs to `before`, those of the models before it."""
         name, named, model = given.partition("=")
-        if not named or "/" in name:  # of a folder
+        if not named or "/" in name:  # a folder
             name, model = "", given
         needs: list[MemoryNeed] = []
 
@@ -230,14 +230,14 @@ class UpSettings(ClusterSettings):
         return misfit(needs, usable_memory())
 
     def needs(self, weights: int, model: str = "") -> list[MemoryNeed]:
-        """Memory of a model's workers, each with weights of so many bytes in the checkpoint."""
+        """Returns the memory that a model's workers need. `weights`: bytes in the checkpoint."""
         held = held_weights(weights, self.dtype, self.quantization)
         kv = {"prefill": self.prefill_kv_memory, "decode": self.decode_kv_memory}
         needs = {role: MemoryNeed(held, int(kv[role] or KV_MEMORY[self.engine, role])) for role in kv}
         return [need for role, need in needs.items() for _ in range(self._count(role, model))]
 
     def _idle(self, model: str) -> dict[str, object]:
-        """As a cluster.yaml says it of the model."""
+        """Returns the model's idle time in the form of a cluster.yaml."""
         said = dict(one.partition("=")[::2] for one in self.idle_stop)
         return {"idle": {"stop": said[model]} if said[model] else "stop"} if model in said else {}
 
@@ -246,10 +246,10 @@ class UpSettings(ClusterSettings):
         return counts.get(model, counts.get("", 1))
 
     def _models(self) -> list[tuple[str, str, Path]]:
-        """Id, name and folder of each.
+        """Returns id, name and folder of each model.
 
         Raises:
-            ValueError: two have one name, or workers are counted of a model that is none of them.
+            ValueError: two models have one name, or workers are given for an unknown model.
         """
         if not self.model:
             self._check_idle([self.served_name])
@@ -271,7 +271,7 @@ class UpSettings(ClusterSettings):
     def _check_idle(self, names: list[str]) -> None:
         """
         Raises:
-            ValueError: one that is to stop is none of these.
+            ValueError: an idle time is given for an unknown model.
         """
         if unknown := {one.partition("=")[0] for one in self.idle_stop} - {*names}:
             raise ValueError(f"--idle-stop: {', '.join(sorted(unknown))} is no model; there is {', '.join(names)}")

@@ -16,18 +16,18 @@ AUTO = ("auto",)
 HOST_TRANSPORTS = ("shm", "tcp")
 DEVICE_TRANSPORTS = ("nccl", "cuda_ipc", *HOST_TRANSPORTS)
 CPU_KV_MEMORY, DEVICE_SHARE = 256 * 2**20, 0.9
-SWAP_MEMORY = 256 * 2**20  # of the host, for KV of preempted answers
-LEASE_TTL_S = 2.0  # a worker silent for so long is taken for dead
+SWAP_MEMORY = 256 * 2**20  # bytes of the host for KV of preempted answers
+LEASE_TTL_S = 2.0  # seconds of silence after which a worker counts as dead
 # Of a device's memory, or bytes; a number below 1 is a share.
 KVMemory = Annotated[Annotated[float, Field(gt=0, lt=1)] | ByteSize, Field(union_mode="left_to_right")]
 
 
-# What may change while a worker runs. Which traces it records, its gateway decides.
+# Settings that may change at run time. A worker's traces are sampled by its gateways.
 FOLLOWED = frozenset({"log_level"})
 
 
 class WorkerSettings(RequestSettings, MetricsSettings):
-    """A Tandem worker."""
+    """The settings of a worker."""
 
     model_path: ModelPath = Field(
         description="the model: a Hugging Face folder, a GGUF file, or hf://organisation/model"
@@ -117,7 +117,7 @@ class WorkerSettings(RequestSettings, MetricsSettings):
 
     @property
     def registry_wait_s(self) -> float:
-        """How long a call of Redis may take: a lease outlives several that are lost."""
+        """The bound of a Redis call: a lease outlives several lost calls."""
         return LEASE_TTL_S / 4
 
     @property
@@ -163,7 +163,7 @@ class WorkerSettings(RequestSettings, MetricsSettings):
         )
 
     def _kv_budget_bytes(self) -> int | None:
-        """None: what the device has."""
+        """The memory for KV in bytes; None: what the device has."""
         if self.kv_memory is None and (self.on_cpu or self.engine == "null"):
             return CPU_KV_MEMORY
         return None if self.kv_memory is None or isinstance(self.kv_memory, float) else int(self.kv_memory)

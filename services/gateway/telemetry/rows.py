@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class OwnedSpan:
-    """A span and the process that it is of."""
+    """A span and its process."""
 
     service: str
     instance: str
@@ -80,7 +80,7 @@ def _rows_of(one: OwnedSpan, begin: int) -> Iterator[Row]:
 
 
 def _pushed(pushes: list[tuple[float, dict[str, Any]]]) -> Iterator[Row]:
-    """Yields the row of chunks and that of layers. Each push is noted at its end."""
+    """Yields the rows of chunks and of layers. Each push is recorded at its end."""
     spent = sorted(((end - 1e6 * said["push_s"], end, said) for end, said in pushes), key=lambda push: push[0])
     chunks: dict[int, tuple[float, float, int]] = {}
     for start, end, said in spent:

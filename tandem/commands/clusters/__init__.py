@@ -1,14 +1,14 @@
-"""Clusters that run, here or on Ray: their gateways, and what opens their doors. Commands and tests may enter."""
+"""Running clusters, here or on Ray: their gateways, passwords and secrets. Commands and tests may enter."""
 
 from pathlib import Path
 
 LOGS = Path(".run/logs")
-# Beside the logs: where the Redis that `tandem up` has started is found, with its password.
+# A file beside the logs: the URL, with password, of the Redis that `tandem up` started.
 REDIS_URL_FILE = "redis-url"
-# There, too: the secret of a cluster that was given none.
+# A file beside it: the secret that `tandem up` made.
 SECRET_FILE = "cluster-secret"
 
-# Where `tandem up` is found unless it was told other ports.
+# The default addresses of `tandem up`.
 UP_ADDRESSES = {
     "redis_url": "redis://127.0.0.1:6380",
     "gateway_url": "http://127.0.0.1:8000",

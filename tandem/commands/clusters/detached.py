@@ -47,7 +47,7 @@ def _run(command: Coroutine[Any, Any, None]) -> None:
 
 
 def with_ray_address(arguments: list[str]) -> list[str]:
-    """`--ray` alone is `--ray auto`."""
+    """Returns the arguments with `--ray` alone replaced by `--ray auto`."""
     following = [*arguments[1:], "--"]
     return [
         "--ray=auto" if argument == "--ray" and after.startswith("-") else argument
@@ -79,7 +79,7 @@ async def _status(settings: DetachedSettings) -> None:
 
 
 async def _gateways(launcher: RayLauncher) -> list[str]:
-    """Those that have registered, gateways outside Ray too, a line each."""
+    """Returns a line for each registered gateway, those outside Ray included."""
     from tandem.local.ray import service_address
 
     kvstore = await launcher.kvstore()

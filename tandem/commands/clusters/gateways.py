@@ -1,4 +1,4 @@
-"""The gateways of a running cluster, as its registry names them, and the client that commands ask them with."""
+"""The gateways of a running cluster, as its registry names them, and the HTTP client for asking them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tandem.registry import Registry, RegistryUnavailable
 
 
 def http_client(timeout_s: float, headers: Mapping[str, str] | None = None) -> httpx.AsyncClient:
-    """Returns a client that goes to a cluster directly, whatever proxy this machine's environment names.
+    """Returns a client that reaches a cluster directly, ignoring proxies in the environment.
 
-    Of that environment it still takes the certificates to trust (SSL_CERT_FILE).
+    Trusted certificates still come from the environment (SSL_CERT_FILE).
     """
     return httpx.AsyncClient(timeout=timeout_s, headers=headers, verify=httpx.create_ssl_context(), trust_env=False)
 
 
 async def addresses(redis_url: str, namespace: str) -> list[str]:
-    """Each gateway's own HTTP door; none without a registry."""
+    """Returns each gateway's own HTTP address; none without a registry."""
     with suppress(RegistryUnavailable, ValueError):
         registry = Registry.connect(with_own_password(redis_url), namespace=namespace)
         try:
@@ -31,7 +31,7 @@ async def addresses(redis_url: str, namespace: str) -> list[str]:
 
 
 def said_by(answer: httpx.Response) -> str:
-    """An error's words."""
+    """Returns an error's message."""
     try:
         return str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Password and secret of a cluster that `tandem up` runs on this machine, for commands that were given none.
+"""The password and secret of a cluster that `tandem up` runs here, for commands without them.
 
 beside its logs, for their owner alone   redis-url, where Redis has a password; cluster-secret, where none was given
 """
@@ -19,7 +19,7 @@ S = TypeVar("S", bound=ClusterSettings)
 
 
 def with_own_password(redis_url: str) -> str:
-    """The same, with the password where it is the Redis that `tandem up` has started from this folder."""
+    """Returns the URL, with the password if it is the Redis that `tandem up` started from this folder."""
     with suppress(OSError):
         own = (LOGS / REDIS_URL_FILE).read_text(encoding="utf-8")
         if own.rpartition("@")[2] == redis_url.removeprefix("redis://"):
@@ -28,7 +28,7 @@ def with_own_password(redis_url: str) -> str:
 
 
 def with_own_secret(settings: S, redis_url: str, namespace: str) -> S:
-    """The same, with the secret of the cluster that has this registry, where `tandem up` made one."""
+    """Returns the settings, with the secret that `tandem up` made for the cluster of this registry."""
     if settings.cluster_secret is not None:
         return settings
     found = next(filter(_can_read, _secrets_of(redis_url, namespace)), None)
@@ -36,7 +36,7 @@ def with_own_secret(settings: S, redis_url: str, namespace: str) -> S:
 
 
 def registry_name(redis_url: str, namespace: str) -> str:
-    """A registry as a note of a running cluster names it; empty where the URL is malformed."""
+    """Returns the name of a registry in a running cluster's note; "" for a malformed URL."""
     try:
         return f"{RedisAddress.parse(redis_url)} {namespace}"
     except ValueError:
@@ -51,7 +51,7 @@ def _can_read(path: Path) -> bool:
 
 
 def _secrets_of(redis_url: str, namespace: str) -> Iterator[Path]:
-    """Those of running clusters come first, then what was started from this folder."""
+    """Yields files of secrets: of running clusters, then of the one started from this folder."""
     wanted = registry_name(redis_url, namespace)
     yield from (Path(note.logs) / SECRET_FILE for note in running() if wanted and note.registry == wanted)
     yield LOGS / SECRET_FILE

@@ -28,7 +28,7 @@ CHECK_S = 0.1
 
 
 class RunningNote(BaseModel):
-    """`started`: of its process, in the kernel's ticks, so that another of the same number is not taken for it."""
+    """The note of a running cluster. `started`: its process's start in kernel ticks, as numbers are reused."""
 
     pid: int
     started: int
@@ -37,7 +37,7 @@ class RunningNote(BaseModel):
     grpc: str
     workers: str
     logs: str
-    registry: str = ""  # that its processes meet in
+    registry: str = ""  # the registry that its processes meet in
 
 
 class DownSettings(Settings):
@@ -83,7 +83,7 @@ def down_here(arguments: list[str]) -> None:
 
 
 def logs(arguments: list[str]) -> None:
-    """Follow what all processes of the clusters on this machine write, a restarted one's, too, until Ctrl-C."""
+    """Follow the logs of all processes of this machine's clusters, restarted ones included, until Ctrl-C."""
     settings = load(LogsSettings, arguments, "tandem logs")
     notes = [note for note in running() if settings.pid in (None, note.pid)]
     files = sorted(str(file) for note in notes for file in Path(note.logs).glob("*.log"))
@@ -93,10 +93,10 @@ def logs(arguments: list[str]) -> None:
 
 
 def up_in_background(arguments: list[str], logs: Path, ready_timeout_s: float) -> None:
-    """`tandem up` as a process that outlives this one; until its cluster is ready.
+    """Run `tandem up` as a process that outlives this one, and wait until its cluster is ready.
 
     Raises:
-        SystemExit: it ended before, or was not ready in time; with its last words.
+        SystemExit: it ended or was not ready in time; with its last lines.
     """
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / "up.log"
@@ -111,7 +111,7 @@ def up_in_background(arguments: list[str], logs: Path, ready_timeout_s: float) -
             time.sleep(CHECK_S)
             ready = any(note.pid == child.pid for note in running())
     finally:
-        if not ready:  # also by Ctrl-C, which it does not get itself
+        if not ready:  # also after Ctrl-C, which it does not receive itself
             child.terminate()
     if ready:
         print(
@@ -125,11 +125,11 @@ def up_in_background(arguments: list[str], logs: Path, ready_timeout_s: float) -
 
 @contextmanager
 def noted(said: Mapping[str, str]) -> Iterator[None]:
-    """This process as a running cluster."""
+    """Note this process as a running cluster during the block."""
     note = RunningNote.model_validate({**said, "pid": os.getpid(), "started": _started(os.getpid())})
     file = _folder() / f"{note.pid}.json"
     try:
-        with suppress(OSError):  # a home that cannot be written: it runs all the same
+        with suppress(OSError):  # without a writable home the cluster runs all the same
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(note.model_dump_json(), encoding="utf-8")
         yield
@@ -139,7 +139,7 @@ def noted(said: Mapping[str, str]) -> Iterator[None]:
 
 
 def running() -> list[RunningNote]:
-    """The oldest first."""
+    """Returns the notes of running clusters, oldest first."""
     found = []
     for file in _folder().glob("*.json"):
         with suppress(OSError):
@@ -155,7 +155,7 @@ def running() -> list[RunningNote]:
 
 
 async def _ended(notes: list[RunningNote]) -> list[RunningNote]:
-    """Those that still run after STOP_WAIT_S."""
+    """Wait for clusters to end. Returns those that still run after STOP_WAIT_S."""
     with suppress(TimeoutError):
         async with asyncio.timeout(STOP_WAIT_S):
             while any(note.started == _started(note.pid) for note in notes):
@@ -164,7 +164,7 @@ async def _ended(notes: list[RunningNote]) -> list[RunningNote]:
 
 
 def _started(pid: int) -> int | None:
-    """None: there is no such process, or it has ended."""
+    """Returns a process's start in kernel ticks; None if it has ended."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Refuses what would fail later, before anything starts, by the option or the line of the file that says it."""
+"""Refuses what would fail later before anything starts, and names the option or the line of the file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _check_model(settings: UpSettings, cluster: Cluster, model: Model) -> None:
             raise ValueError(f"models.{model.id}.weights.kind: runtime_env is Ray's; add --ray")
         brought = Path(cluster.ray.runtime_env["working_dir"])
         if not brought.is_dir():
-            return  # a zip, somewhere: the workers see what is in it
+            return  # a zip elsewhere, which only the workers open
         folder = brought / folder
     if model.weights.kind == "download":
         check_name(model.weights)

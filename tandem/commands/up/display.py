@@ -36,7 +36,7 @@ def progress(launcher: Launcher) -> Table:
 
 
 async def capacities(plan: ClusterPlan) -> dict[str, str]:
-    """By model, how much of it decode workers run and hold at once."""
+    """Returns by model how many answers and tokens its decode workers hold concurrently."""
     at_once = {}
     async with http_client(2.0) as client:
         with suppress(httpx.HTTPError):
@@ -49,7 +49,7 @@ async def capacities(plan: ClusterPlan) -> dict[str, str]:
 
 
 def note_of(settings: UpSettings, plan: ClusterPlan) -> dict[str, str]:
-    """The cluster as `tandem ps` lists it."""
+    """Returns the cluster's note for `tandem ps`."""
     return {
         "model": ", ".join(model.name for model in plan.cluster.models),
         "http": ", ".join(dict.fromkeys(f"http://{plan.url(gateway)}" for gateway in plan.gateways)),
@@ -92,7 +92,7 @@ async def stream_sample(settings: UpSettings, plan: ClusterPlan, console: Consol
 
 
 def command(name: str) -> str:
-    """The words for a shell that run `name`, python or tandem, of this environment."""
+    """Returns the shell command that runs `name`, python or tandem, of this environment."""
     here = Path(sys.executable).with_name(name)
     on_path = shutil.which(name)
     return name if on_path and Path(on_path).absolute() == here else os.path.relpath(here)

@@ -1,4 +1,4 @@
-"""Settings of services that `tandem up` has no option for, from its environment."""
+"""Settings of services, without an option of `tandem up`, from its environment."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from difflib import get_close_matches
 from tandem.commands.up_options import UpSettings
 
 PREFIX = "TANDEM_"
-# Kubernetes tells every pod of a Service that is called tandem-… by such variables, and by its URL.
+# Kubernetes sets such variables in every pod for a Service named tandem-….
 OF_KUBERNETES = re.compile(r"TANDEM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)=.*")
 URL_OF_KUBERNETES = re.compile(r"TANDEM_(\w+_)?PORT=(tcp|udp|sctp)://.*")
-# Settings that one value for all processes would break, or that `tandem up` chooses itself.
+# Settings that need a value for each process, or that `tandem up` sets itself.
 OF_ONE_PROCESS = {
     "worker_id", "shared_cores", "health_port", "metrics_port", "transfer_port", "redis_password",
 }  # fmt: skip
 
 
 def for_services(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that set what only services have.
+    """Returns the variables that set services' own settings.
 
     Raises:
-        ValueError: a variable sets nothing, or what each process has a value of its own for.
+        ValueError: a variable sets nothing, or a setting that each process has its own value for.
     """
     given = {name: value for name, value in environment.items() if name.startswith(PREFIX)}
     own = {name for name in given if _field(name) in UpSettings.model_fields or _is_of_kubernetes(name, given[name])}
@@ -62,7 +62,7 @@ def _fields_of_services() -> set[str]:
 
 
 def _fields_of_commands() -> set[str]:
-    """Set for the commands that are used beside `tandem up`."""
+    """Returns the names of settings of other commands, which may be in the environment, too."""
     from tandem.commands.doctor import DoctorSettings
     from tandem.commands.drain import DrainSettings
     from tandem.commands.generate import GenerateSettings

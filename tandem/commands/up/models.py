@@ -1,4 +1,4 @@
-"""Models of a cluster.yaml that are fetched by name: on this machine before anything starts, on Ray by each node."""
+"""Fetches the models that a cluster.yaml names: here before anything starts, on Ray by each node."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tandem.cluster import Cluster, Model, ModelWeights
 from tandem.commands.up_options import KV_MEMORY
 from tandem.machine.resources import usable_memory
 
-DEFAULT_KV = KV_MEMORY["model", "prefill"]  # what a worker takes that is told nothing
+DEFAULT_KV = KV_MEMORY["model", "prefill"]  # a worker's default
 
 
 def fetched(cluster: Cluster) -> Cluster:
-    """The same cluster with each model where it lies now; a GGUF file as the folder made of it.
+    """Returns the cluster with each model's local folder; for a GGUF file the folder made of it.
 
     Raises:
         ValueError: there is no such model, or its workers do not fit into this machine's memory.
@@ -35,7 +35,7 @@ def fetched(cluster: Cluster) -> Cluster:
 
 
 def check_name(weights: ModelWeights) -> None:
-    """Ask the hub for what the nodes will fetch.
+    """Check at the hub that the nodes can fetch the model.
 
     Raises:
         ValueError: there is no such model, or it cannot be served.
@@ -64,7 +64,7 @@ def _misfit(cluster: Cluster, model_id: str, weights: int) -> str:
 
 
 def need_of(settings: dict[str, Any], weights: int) -> MemoryNeed:
-    """Memory of one worker with such settings, of weights of so many bytes in the checkpoint."""
+    """Returns the memory of one worker with these settings. `weights`: bytes in the checkpoint."""
     if settings.get("engine") == "null":
         weights = 0
     held = held_weights(weights, str(settings.get("dtype", "auto")), str(settings.get("quantization", "none")))

@@ -1,4 +1,4 @@
-"""Models that start when they are asked for: how much each takes, how long its first start may be, who starts it."""
+"""Models that start on demand: the memory and time that each takes, and the launcher that starts it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.local import Launcher, OnDemand, OnDemandModel, WakeBudget, WakePlan
 from tandem.machine.resources import usable_memory
 from tandem.registry import Registry
 
-# Of a first start, until one was measured: a process with its libraries, and weights at the pace of a plain disk.
+# Estimate of a first start: a process with its libraries, and weights at the speed of an ordinary disk.
 PROCESS_S, BYTES_PER_S = 8.0, 200e6
 REGISTRY_WAIT_S = 2.0
 
@@ -24,7 +24,7 @@ REGISTRY_WAIT_S = 2.0
 async def on_demand(
     plan: ClusterPlan, launcher: Launcher, report: Callable[[str], None], start_bound_s: float, on_ray: bool
 ) -> AsyncIterator[OnDemand | None]:
-    """None where all models are pinned."""
+    """Yields the models on demand while they run; None if all models are pinned."""
     cluster = plan.cluster
     if not cluster.on_demand:
         yield None
@@ -53,7 +53,7 @@ def _needs(cluster: Cluster, model: Model) -> list[MemoryNeed]:
 
 
 def _weights(cluster: Cluster, model: Model) -> int:
-    """Bytes of its checkpoint; 0 of what Ray brings in a zip."""
+    """Returns the bytes of a checkpoint; 0 for one that Ray brings in a zip."""
     if model.weights.kind != "runtime_env":
         return weights_bytes(str(model.weights.settled))
     folder = Path(cluster.ray.runtime_env["working_dir"]) / model.weights.path
@@ -61,7 +61,7 @@ def _weights(cluster: Cluster, model: Model) -> int:
 
 
 def _room(cluster: Cluster, on_ray: bool) -> WakeBudget:
-    """If nothing is said, what pinned models leave of this machine; on Ray, which knows its nodes, all there is."""
+    """Returns the memory for models on demand: as configured, or what pinned models leave; on Ray all of it."""
     if cluster.awake.memory is not None or on_ray:
         return WakeBudget(cluster.awake.models, cluster.awake.memory)
     pinned = (model for model in cluster.models if not model.idle)

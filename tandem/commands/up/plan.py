@@ -12,7 +12,7 @@ from tandem.hosts import address, reached_from_here
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """Services in the order of their start, and their addresses. `sleeping`: workers of models that start on demand."""
+    """Services in starting order, and their addresses. `sleeping`: workers of models that start on demand."""
 
     cluster: Cluster
     redis_url: str
@@ -20,13 +20,13 @@ class ClusterPlan:
     workers: list[Service]
     sleeping: list[Service]
     gateways: list[Service]
-    hosts: Mapping[str, str] = field(default_factory=dict)  # by gateway: where one is that is elsewhere
+    hosts: Mapping[str, str] = field(default_factory=dict)  # hosts of gateways on other machines
 
     @classmethod
     def of(
         cls, cluster: Cluster, redis_url: str, kvstore: Service, folder: Path, environment: Mapping[str, str]
     ) -> ClusterPlan:
-        """`environment`: variables of settings that no service's own settings name."""
+        """Returns the plan of a cluster. `environment`: variables for services' settings that have no option."""
         workers = [replace(one, environment=environment) for one in cluster.worker_services(redis_url, folder)]
         gateways = [replace(one, environment=environment) for one in cluster.gateway_services(redis_url)]
         on_demand = {model.name for model in cluster.on_demand}

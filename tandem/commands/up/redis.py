@@ -1,4 +1,4 @@
-"""The Redis of `tandem up` on this machine: given, or started here, with a password where strangers are kept out."""
+"""The Redis of `tandem up` on this machine: given, or started here, with a password if the cluster is guarded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.local import free_ports
 
 
 def redis_of(cluster: Cluster, folder: Path, store_url: str) -> tuple[str, str, Service]:
-    """Its URL, that of the store for what clients ask to be kept, and the kvstore that keeps both."""
+    """Returns the URL of the registry, that of the store for kept responses, and the kvstore service for both."""
     (folder / REDIS_URL_FILE).unlink(missing_ok=True)
     given = store_of(cluster, store_url)
     port = None if given else free_ports(1)[0]
@@ -28,5 +28,5 @@ def redis_of(cluster: Cluster, folder: Path, store_url: str) -> tuple[str, str, 
 
 
 def store_of(cluster: Cluster, store_url: str) -> str:
-    """The store's URL, as the command or the file gives it; "" where neither does."""
+    """Returns the store's URL of the command or the file; "" if neither has one."""
     return store_url or str(cluster.gateway.settings.get("store_url", ""))

@@ -1,4 +1,4 @@
-"""The life of a cluster: started in order, ready when every pair has moved a block, stopped by a signal."""
+"""The life of a cluster: starts in order, is ready when every pair has moved a block, stops by a signal."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def up_on_ray(settings: UpSettings, cluster: Cluster, environment: Mapping
     given = store_of(cluster, settings.store_url)
     kvstore = running or kvstore_on_ray(cluster, given)
     redis_url = service_address(kvstore)
-    shared = Path(gettempdir()) / f"tandem-{settings.ray_namespace}"  # of each node
+    shared = Path(gettempdir()) / f"tandem-{settings.ray_namespace}"  # on each node
     plan = ClusterPlan.of(cluster.storing(given or store_address(kvstore)), redis_url, kvstore, shared, environment)
     if not settings.detach:
         await _until_stopped(_serve(settings, plan, launcher, console), launcher, console)
@@ -83,7 +83,7 @@ async def up_on_ray(settings: UpSettings, cluster: Cluster, environment: Mapping
 
 
 async def _roll(settings: UpSettings, plan: ClusterPlan, launcher: RayLauncher, console: Console) -> None:
-    """Replaces what runs with other settings, one place after another: what has a second like it is not missed."""
+    """Replace services whose settings changed one after another, so that others of their kind serve meanwhile."""
 
     async def again(names: Collection[str]) -> None:
         try:
@@ -105,7 +105,7 @@ async def _roll(settings: UpSettings, plan: ClusterPlan, launcher: RayLauncher, 
 
 
 def _console() -> Console:
-    """One that a full disk, or a terminal that is gone or stopped, neither ends nor holds up."""
+    """Returns a console that survives a full disk and a terminal that is gone or stopped."""
     output = LogOutput(descriptor_of(sys.__stdout__))
     atexit.register(output.close)
     return Console(file=cast(TextIO, output))
@@ -138,7 +138,7 @@ async def _serve(settings: UpSettings, plan: ClusterPlan, launcher: Launcher, co
 async def _start(
     settings: UpSettings, plan: ClusterPlan, launcher: Launcher, console: Console, waking: OnDemand | None = None
 ) -> None:
-    """A service that ends before the cluster is ready ends it; from then on it is started again."""
+    """Start all services. One that ends before the cluster is ready ends it; later it is started again."""
     now = asyncio.get_running_loop().time
     started = now()
     await launcher.start([plan.kvstore])
@@ -172,10 +172,10 @@ async def _registry_answers(settings: UpSettings, url: str) -> None:
 async def _wait_until_ready(
     settings: UpSettings, plan: ClusterPlan, launcher: Launcher, console: Console
 ) -> ClusterPlan:
-    """Until each gateway says that every worker is there and every prefill-decode pair has moved a real block.
+    """Wait until each gateway reports every worker, and a real block moved over every prefill-decode pair.
 
     Returns:
-        The plan, with where each gateway is.
+        The plan with each gateway's host.
     """
     missing = "no gateway answers"
     try:
@@ -197,7 +197,7 @@ async def _wait_until_ready(
 
 
 async def _missing(client: httpx.AsyncClient, address: str, expected: dict[str, dict[str, int]]) -> str:
-    """`expected`: by model, and what is counted of it."""
+    """Returns what a gateway still lacks, or "". `expected`: numbers of workers by model and role."""
     try:
         answer = await client.get(f"http://{address}/health/ready")
     except httpx.TransportError:

@@ -1,4 +1,4 @@
-"""The secret of a cluster that was given none: no other process of the machine passes for one of its own."""
+"""Makes a secret for a cluster without one, so that other processes of the machine cannot join it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tandem.commands.clusters import SECRET_FILE
 
 
 def with_secret(cluster: Cluster, folder: Path) -> Cluster:
-    """The same, with a new secret in `folder`, unless it has one.
+    """Returns the cluster, with a new secret in `folder` unless it has one.
 
-    In a namespace that was named, on a Redis that was given, there may be others of the cluster, who could not know it.
+    None is made if others of the cluster may be in the same namespace of the same Redis.
     """
     path = folder.absolute() / SECRET_FILE
     path.unlink(missing_ok=True)
@@ -24,7 +24,7 @@ def with_secret(cluster: Cluster, folder: Path) -> Cluster:
 
 
 def write_for_owner(path: Path, text: str) -> None:
-    """Write a new file that no other user may read."""
+    """Write a new file that only its owner may read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
