@@ -1,6 +1,6 @@
-"""The engine: token ids in, token ids out; knows no service and no proto. Who runs engines may enter.
+"""The engine: token ids in, token ids out; knows no service and no proto. Rooms that run engines may enter.
 
-What needs torch is imported when it is asked for: a request, a sequence and the scheduler are there without it.
+Names that need torch are imported when first used: requests, sequences and the scheduler load without torch.
 """
 
 from typing import TYPE_CHECKING

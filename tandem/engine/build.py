@@ -1,4 +1,4 @@
-"""The parts of an engine: models read and loaded, KV caches within one budget, and what runs a step.
+"""The parts of an engine: models read and loaded, KV caches within one budget, and the runner of its steps.
 
 config ── the model ──> layout, KV cache, Forward, Choose ──> Runner
        └─ the draft model, if any ──> the same, over as many blocks ──> DraftProposer
@@ -54,19 +54,19 @@ from tandem.engine.weights import find_weights, hashing, load_weights, shard_pat
 from tandem.machine import native
 
 log = structlog.get_logger(__name__)
-# For a step's prompt tokens beside decodes: a tenth of a second for two cores that multiply 200 G bfloat16 a second, or
-# 600 G with AMX. Fewer rows would wait for the weights.
+# Multiplications that a step may spend on prompt tokens beside decodes: about a tenth of a second for two cores that do
+# 200 G bfloat16 multiplications a second, or 600 G with AMX. With fewer rows, reading the weights would dominate.
 CPU_MULTIPLICATIONS, AMX_MULTIPLICATIONS, CPU_ROWS = 25 * 10**9, 50 * 10**9, 32
-# Of a thread in a pass: a third of a millisecond. With less, threads wait for each other longer than they work where
-# another process wants their cores.
+# The fewest multiplications worth a thread in a pass: about a third of a millisecond. With less work each, and another
+# process competing for the cores, threads wait for each other longer than they compute.
 LEAST_WORK = 2**23
-WORD = 8  # bytes, by which a device's blocks are copied
+WORD = 8  # bytes: the unit in which a device copies blocks
 
 
 class Parts(NamedTuple):
-    """`layout` names the bytes of `kv_cache`, `runner` computes steps over it; `proposers` by their method.
+    """The parts of an engine: `runner` computes steps over `kv_cache`, whose bytes `layout` describes.
 
-    `adapters` are None where the engine takes none.
+    `proposers` maps each method to its proposer. `adapters` is None where the engine takes no adapters.
     """
 
     model_config: ModelConfig
@@ -78,7 +78,7 @@ class Parts(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A model's weights and how it attends; `library` has the kernels that compute it, where there are some."""
+    """A model's weights and its attention; `library` is the compiled kernels that compute the model, if any."""
 
     model: Decoder
     library: ctypes.CDLL | None
@@ -86,7 +86,7 @@ class Loaded(NamedTuple):
 
 
 class Computing(NamedTuple):
-    """The parts of a Runner."""
+    """The positional arguments of a Runner: a forward pass, its KV cache and the function that chooses tokens."""
 
     forward: Forward
     kv_cache: list[Tensor]
@@ -94,7 +94,7 @@ class Computing(NamedTuple):
 
 
 def build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sleep: Callable[[float], None]) -> Parts:
-    """ValueError names what in the config or a checkpoint is wrong."""
+    """Builds an engine's parts. Raises ValueError naming the wrong field of the config or file of a checkpoint."""
     with memory_checked(torch.device(config.device)):
         return _build(config, cores, on_progress, sleep)
 
@@ -112,7 +112,7 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
         raise ValueError("cuda_graphs: which experts compute a step is known on the host, which graphs do not ask")
     if model.quantized is not None and config.quantization != "none":
         raise ValueError(f"quantization: {config.quantization}, but the checkpoint is quantized already")
-    # Before any memory is taken for what a wrong config says.
+    # Compare names and shapes first, so that a wrong config fails before memory is allocated for its sizes.
     find_weights(Decoder(model, torch.float32, "meta"), config.model_path)
     with hashing(config.model_path, [] if config.revision else shard_paths(config.model_path)) as hashed:
         parts = _read_parts(config, model, cores, on_progress)
@@ -121,17 +121,17 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
 
 
 def _revision(config: EngineConfig, model: ModelConfig, of_weights: str) -> str:
-    """So that blocks have other names wherever KV has other bytes."""
+    """Returns the layout's revision, which differs wherever KV bytes would differ, so blocks get other names there."""
     quantization = "" if config.quantization == "none" else f"+{config.quantization}"
     kv_cache = "" if config.kv_cache_dtype == "auto" else f"+kv-{config.kv_cache_dtype}"
-    # A context's length may choose the factors that its keys are turned by.
+    # With longrope, max_model_len decides which factors rotate the keys, so these factors are part of the revision.
     factors = repr(model.rope.factors).encode() if model.rope.factors else b""
     rope = f"+rope-{blake2b(factors, digest_size=4).hexdigest()}" if factors else ""
     return (config.revision or of_weights) + quantization + kv_cache + rope
 
 
 def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progress: Progress | None) -> Parts:
-    """All but the layout's revision."""
+    """Loads the models and builds every part; the layout's revision stays empty."""
     layout = _layout(config, model)
     head = read_head(config.speculative_model) if config.speculative_model else None
     if head and (model.norms_from_one or model.logits_divisor or model.embed_scale):
@@ -181,7 +181,7 @@ def _adapters(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> Ada
 
 
 def max_prefill_beside_decode(config: EngineConfig, model: ModelConfig) -> int | None:
-    """None: as the device turns out to be fast."""
+    """Returns the most prompt tokens of a step that also decodes; None leaves that to the measured speed (Pace)."""
     if config.max_prefill_beside_decode is not None or config.device != "cpu":
         return config.max_prefill_beside_decode
     if config.null:
@@ -209,7 +209,7 @@ def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
         raise ValueError(f"kv_cache_dtype: int8, but the model's heads have {model.head_dim} numbers, which is odd")
     layout = KVLayout(
         model=config.model_name,
-        revision="",  # until it is read
+        revision="",  # `_build` sets it once the weights are hashed
         dtype=dtype,
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
@@ -227,14 +227,18 @@ def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
 
 
 def _blocks_told(config: EngineConfig, *layouts: KVLayout) -> int | None:
-    """Blocks of all layouts, where the config says how many or in how much memory."""
+    """Returns the number of blocks that the config sets, directly or as a memory budget; None if it sets neither."""
     if config.num_blocks is not None or config.kv_budget_bytes is None:
         return config.num_blocks
     return _blocks_of(config.kv_budget_bytes, *layouts, name="kv_budget_bytes")
 
 
 def _blocks_of(budget: int, *layouts: KVLayout, gathered: int = 0, name: str = "kv_memory") -> int:
-    """`gathered`: so many layers more."""
+    """Returns how many blocks of all layouts fit into `budget` bytes.
+
+    `gathered`: layers' worth of scratch KV to reserve for each block besides. Raises ValueError, naming `name`, if not
+    even one block fits.
+    """
     num_blocks = budget // sum(layout.block_bytes * (layout.num_layers + gathered) for layout in layouts)
     if num_blocks < 1:
         raise ValueError(f"{name}: {budget} bytes do not hold one block")
@@ -246,7 +250,7 @@ def _room(config: EngineConfig) -> DeviceRoom:
 
 
 def _blocks_that_fit(config: EngineConfig, room: DeviceRoom, loaded: Loaded, *layouts: KVLayout) -> int:
-    """Beside what is loaded, in what the largest steps and the graphs of decode steps leave."""
+    """Returns how many KV blocks fit into the memory that weights, the largest steps and decode graphs leave free."""
     before = room.left()
     cache = _kv_cache(layouts[0], config.device, 1)
     plain = TorchForward(loaded.model, cache, loaded.attention)
@@ -272,9 +276,9 @@ def _graphs_bytes(room: DeviceRoom, loaded: Loaded, cache: list[Tensor], shapes:
 
 
 def _kv_cache(layout: KVLayout, device: str, num_blocks: int) -> list[Tensor]:
-    """All blocks at once, zeroed: what was never written must be a number, for a masked one still is multiplied.
+    """Allocates each layer's blocks, zeroed: a masked slot is still multiplied by 0, so it must hold a finite number.
 
-    Behind each layer's lies one block more, which belongs to no sequence: see `padded`.
+    Each layer's memory has one block more after its last, which belongs to no sequence: see `padded`.
     """
     shape = layout.block_shape(num_blocks + 1)
     return [torch.zeros(shape, dtype=layout.kv_dtype, device=device)[:-1] for _ in range(layout.num_layers)]
@@ -311,14 +315,14 @@ def _computing(
 
 
 def _shapes(config: EngineConfig, loaded: Loaded, num_blocks: int) -> list[Shape]:
-    """Sizes of decode steps, and the most blocks of a context."""
+    """Returns the shapes of decode graphs to capture: (rows of a step, most blocks of a context)."""
     rows = min(config.max_num_seqs or num_blocks, config.max_num_batched_tokens)
     blocks = min(-(-loaded.model.config.max_model_len // config.block_size), num_blocks)
     return loaded.attention.shapes(rows, blocks, num_blocks)
 
 
 def _weights_bytes(path: Path, model: ModelConfig, layout: KVLayout) -> int:
-    """Memory of a checkpoint's weights as they are loaded, before any quantization."""
+    """Returns the bytes that a checkpoint's weights take when loaded, before the engine quantizes them."""
     held = sum(tensor.numel() for tensor in Decoder(model, torch.float32, "meta").checkpoint_tensors().values())
     weights = held * torch_dtype(layout.dtype).itemsize
     if model.quantized is not None or (path / WEIGHTS_FILE).exists():
@@ -327,7 +331,7 @@ def _weights_bytes(path: Path, model: ModelConfig, layout: KVLayout) -> int:
 
 
 def _kernels(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> ctypes.CDLL | None:
-    """The compiled kernels, where they compute this model here."""
+    """Returns the compiled CPU kernels if they can compute this model on this machine, else None."""
     if not config.cpu_kernels or config.device != "cpu" or layout.dtype != "bfloat16":
         return None
     if misfit := CpuForward.misfit(model):

@@ -1,4 +1,4 @@
-"""Blocks of a prompt on their way out, as the step that completes them computes layer after layer."""
+"""Prompt blocks that a step completes and pushes to a sink, layer after layer, while it computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.engine.types import KVSink
 
 @dataclass(frozen=True, slots=True)
 class CompletedBlocks:
-    """Those that this step completes of one sequence's prompt, for its sink."""
+    """The prompt blocks of one sequence that this step completes and pushes to the sequence's sink."""
 
     seq: Sequence
     sink: KVSink
@@ -31,7 +31,9 @@ class CompletedBlocks:
 
 
 def completed_blocks(item: Scheduled, block_size: int) -> CompletedBlocks | None:
-    """The prompt blocks that `item` completes for a sink, if any."""
+    """Returns the prompt blocks that `item` completes for its sequence's sink; None if it has no sink or no such
+    block.
+    """
     seq, end = item.seq, item.seq.num_computed_tokens + item.num_tokens
     if seq.sink is None:
         return None

@@ -2,8 +2,8 @@
 
     step ── work: own file locked ── threads: all cores less those of engines whose file is locked ── rest: unlocked
 
-An engine that computes asks again every few milliseconds, so a borrowed core is soon returned. A lock ends with its
-process, so a dead engine holds no core.
+An engine that computes calls `threads` again every few milliseconds, so a borrowed core is soon returned. The kernel
+releases a process's lock when the process dies, so a dead engine holds no core.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tandem.machine.resources import usable_cpus
 
 
 class Cores:
-    """`own` threads, and in `folder`, where one is given, a file each for every engine of this machine."""
+    """The cores of an engine: `own` ones and those it may borrow. `folder`, if given, has a file for each engine."""
 
     def __init__(self, own: int, folder: Path | None = None) -> None:
         self._own, self._folder, self._working = own, folder, False
@@ -28,26 +28,26 @@ class Cores:
             self._file = os.open(folder / self._name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
 
     def threads(self) -> int:
-        """How many threads to compute with now."""
+        """Returns how many threads to compute with now: this engine's own and those of idle engines."""
         if self._folder is None:
             return self._own
         busy = sum(_own_threads(name) for name in os.listdir(self._folder) if name != self._name and self._works(name))
         return max(self._own, self._total - busy)
 
     def work(self) -> None:
-        """From now on others do not borrow this engine's cores."""
+        """Locks this engine's file: other engines do not borrow its cores until `rest`."""
         if self._folder is not None and not self._working:
-            fcntl.flock(self._file, fcntl.LOCK_EX)  # others hold it for microseconds
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # other engines hold this lock for microseconds only
             self._working = True
 
     def rest(self) -> None:
-        """There is nothing to compute."""
+        """Unlocks this engine's file: it has nothing to compute, so other engines may borrow its cores."""
         if self._working:
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._working = False
 
     def close(self) -> None:
-        """Others may have the cores."""
+        """Removes this engine's file and closes all files: its cores are free for other engines."""
         if self._folder is not None:
             for file in (self._file, *self._others.values()):
                 os.close(file)

@@ -1,5 +1,5 @@
-"""The device an engine computes on: chosen, checked before anything is loaded, its errors in one line each, and how a
-step's inputs come to it."""
+"""The device an engine computes on: choosing and checking it before anything is loaded, and uploading a step's inputs
+to it. Its errors are one line each."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Cuda(Protocol):
 
 
 def open_device(name: str, cuda: Cuda = torch.cuda, built_for: str | None = torch.version.cuda) -> torch.device:
-    """`cpu`, `cuda` or `cuda:N`, which becomes this process's. ValueError names what is wrong and what would help.
+    """Returns the device `cpu`, `cuda` or `cuda:N`; a GPU becomes this process's current one.
 
-    built_for: the CUDA version of this torch.
+    built_for: the CUDA version of this torch. Raises ValueError naming what is wrong and what would help.
     """
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"device: {name!r} is not cpu, cuda or cuda:N")
@@ -34,7 +34,7 @@ def open_device(name: str, cuda: Cuda = torch.cuda, built_for: str | None = torc
         raise ValueError(f"device: {name!r}, but torch {torch.__version__} is without CUDA: install a build with it")
     try:
         cuda.init()
-    except RuntimeError as error:  # no driver, no device, or a driver that is too old: torch says which
+    except RuntimeError as error:  # no driver, no device or too old a driver: torch's message names which
         raise ValueError(f"device: {name!r}: {str(error).splitlines()[0]}") from None
     index, count = int(name.partition(":")[2] or 0), cuda.device_count()
     if index >= count:
@@ -45,7 +45,7 @@ def open_device(name: str, cuda: Cuda = torch.cuda, built_for: str | None = torc
 
 @contextmanager
 def memory_checked(device: torch.device, cuda: Cuda = torch.cuda) -> Iterator[None]:
-    """Around what is allocated at the start: ValueError where the device has no room for it."""
+    """Wraps the allocations at start-up. Raises ValueError if they do not fit into the device's memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -57,7 +57,7 @@ def memory_checked(device: torch.device, cuda: Cuda = torch.cuda) -> Iterator[No
 
 
 def fetched(tensor: Tensor) -> Callable[[], list[int]]:
-    """Begins to copy whole numbers to the host; the function waits until they are there."""
+    """Begins to copy integers to the host and returns a function that waits for the copy and returns them."""
     if tensor.device.type != "cuda":
         return tensor.tolist
     there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -73,7 +73,7 @@ def fetched(tensor: Tensor) -> Callable[[], list[int]]:
 
 
 def settle(device: torch.device) -> None:
-    """Waits until the device has done what was asked of it on the current stream."""
+    """Waits until the device has finished all work on the current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -86,7 +86,7 @@ class Event(Protocol):
 
 
 class Uploads:
-    """Copies from memory of the host that is written anew for each step, while the device is at the step before."""
+    """Guards host memory that every step overwrites: the device may still be copying the previous step's from it."""
 
     def __init__(self, device: torch.device, event: Event | None = None) -> None:
         self._event: Event | None = event
@@ -94,8 +94,10 @@ class Uploads:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def done(self) -> None:
-        """Waits until the last ones `begun` are: they are the first that their step asks of the device, so that is over
-        soon after the step before it."""
+        """Waits until the copies marked by the last `begun` have finished, so that their memory may be written again.
+
+        Copies are the first work of their step, so this wait ends soon after the previous step does.
+        """
         if self._event is not None:
             self._event.synchronize()
 
@@ -105,10 +107,10 @@ class Uploads:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same on `device`, which may still be computing: nobody waits for that."""
+    """Copies `tensor` to `device` without waiting for work that the device still has to finish."""
     return pinned(tensor, device).to(device, non_blocking=True)
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same in memory from where `device` copies it whenever it comes to it."""
+    """Returns `tensor` in pinned memory if `device` is a GPU, so that the GPU can copy it while the host goes on."""
     return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor

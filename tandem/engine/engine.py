@@ -4,8 +4,8 @@
     reserve ─> join ────┴─> step: schedule, execute, update ┴──> KVSink.push (while executing)
     abort, any time
 
-One thread at a time calls everything; beside a step that computes another one may reserve what is free. The engine owns
-the weights, the KV cache and every sequence between its add or reserve and its last output or abort.
+Only one thread at a time calls methods, but while a step computes a second thread may reserve free blocks. The engine
+owns the weights, the KV cache and every sequence between its add or reserve and its last output or abort.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ ALONE: AbstractContextManager[None] = nullcontext()
 class Engine:
     """Loads a model and runs sequences on it.
 
-    `layout` names the KV bytes, `kv_cache[layer]` holds them, `moving` are blocks on their way to or from other caches,
-    `model_config` describes the model. Raises ValueError naming what in the config or the checkpoint is wrong.
-    `on_progress` is called while weights load; `sleep` is how a null engine spends its steps' time, and `now` how any
-    engine measures them. `grammars` and `adapters`, None where it takes none, may be used by any thread. `crash_page`
-    says at any time what it is at.
+    `layout` describes the KV bytes, `kv_cache[layer]` holds them, `moving` tracks blocks that travel to or from other
+    caches, `model_config` describes the model. Raises ValueError naming the wrong field of the config or file.
+    `on_progress` is called while weights load. A null engine spends its steps' time in `sleep`; any engine measures
+    its steps with `now`. Any thread may use `grammars` and `adapters` (None where the engine takes no adapters).
+    `crash_page` always records which requests the engine computes.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class Engine:
     def add(
         self, request: Request, *, sink: KVSink | None = None, first_block: int = 0, prefill_only: bool = False
     ) -> None:
-        """Queue a request. ValueError names the field that can never be served.
+        """Queues a request. Raises ValueError naming a field that can never be served.
 
-        `sink` gets the prompt's blocks from `first_block` on: each as soon as a chunk completes it, ones found in the
-        prefix cache with the first chunk, a part-full last one with the last chunk. `prefill_only` ends the sequence
-        with its first token.
+        `sink` gets the prompt's blocks from `first_block` on: a block as soon as a chunk completes it, blocks found in
+        the prefix cache with the first chunk, a part-full last block with the last chunk. `prefill_only` ends the
+        sequence with its first token.
         """
         total = len(request.token_ids) if prefill_only else self._max_tokens(request)
         seq = self._new_sequence(request, total, OFF if prefill_only else request.speculative)
@@ -127,33 +127,33 @@ class Engine:
         self._live[seq.request_id] = seq
 
     def reserve(self, request: Request, outranks: bool = True) -> int | None:
-        """Take blocks for the prompt and a likely answer and park the sequence until `join`; None if there is no room
-        now. An answer that outgrows them goes on in others, or waits for them and is exactly as it would have been.
-        Those of lower priority leave their blocks to it, unless `outranks` is False: then it may run beside a step.
+        """Takes blocks for the prompt and a likely answer and parks the sequence until `join`; None if there is no room
+        now. A longer answer takes more blocks as it grows, and may be preempted for them without changing a token.
+        Sequences of lower priority are preempted for it, unless `outranks` is False: then it may run beside a step.
 
-        Returns how many of the prompt's tokens, a multiple of block_size and never all, are in this engine's blocks
-        already. ValueError names the field that can never be served.
+        Returns how many of the prompt's tokens, a multiple of block_size and never all, this engine has cached already.
+        Raises ValueError naming a field that can never be served.
         """
         total = self._max_tokens(request)
         seq = self._new_sequence(request, total, request.speculative)
         if not self._scheduler.reserve(seq, min(total, seq.num_prompt_tokens + self._lengths.likely_left), outranks):
             return None
         if outranks:
-            self._swap.copy(self._blocks.take_copies())  # before KV arrives in blocks of preempted sequences
+            self._swap.copy(self._blocks.take_copies())  # copies out preempted KV before other KV arrives there
         self._live[seq.request_id] = seq
         return seq.num_cached_tokens
 
     def check(self, request: Request) -> None:
-        """ValueError names the field for which `reserve` would never take the request."""
+        """Raises ValueError naming a field for which `reserve` would never take the request."""
         self._check(request, self._max_tokens(request), request.speculative or self._speculative)
 
     def landing_blocks(self, request_id: str) -> list[int]:
-        """Blocks of a reserved sequence's prompt: physical ids in logical order, cached ones included."""
+        """Returns the blocks of a reserved sequence's prompt: physical ids in logical order, cached blocks included."""
         seq = self._reserved(request_id)
         return seq.block_table[: self._blocks.blocks_for(seq.num_prompt_tokens)]
 
     def join(self, request_id: str, first_token: SampledToken) -> SequenceOutput | None:
-        """A reserved sequence's whole prompt is in place and prefill has sampled token 0: go on with token 1.
+        """Starts decoding a reserved sequence at token 1: its prompt's KV is in place and prefill has sampled token 0.
 
         Returns the sequence's end, with no tokens, if token 0 already ends it.
         """
@@ -169,7 +169,7 @@ class Engine:
         return SequenceOutput(request_id, seq.num_output_tokens, [], reason, seq.num_cached_tokens or 0, finished=True)
 
     def abort(self, request_id: str) -> bool:
-        """End a sequence in any state, free all it holds and emit nothing more of it; False if there is none."""
+        """Ends a sequence in any state, frees all that it holds and emits no more output; False if it is unknown."""
         seq = self._live.get(request_id)
         if seq is not None:
             free = self._pool.num_free
@@ -180,8 +180,8 @@ class Engine:
         return seq is not None
 
     def step(self, computing: AbstractContextManager[None] = ALONE) -> list[SequenceOutput]:
-        """Compute one batch; returns the new tokens of every sequence that got some, or ended. Within `computing`
-        nothing but the batch's own sequences and blocks is read or written."""
+        """Computes one batch and returns the outputs of sequences that got tokens or ended. Within `computing` it reads
+        and writes only the batch's own sequences and blocks."""
         self._cores.work()
         under_way = self._runner.under_way() if self._scheduler.overlaps else []
         batch = self._scheduler.go_on(under_way) if under_way else self._scheduler.schedule()
@@ -234,21 +234,21 @@ class Engine:
 
     @property
     def num_suspects(self) -> int:
-        """How many sequences may compute only alone; from any thread."""
+        """The number of sequences that may compute only alone; readable from any thread."""
         return len(self._scheduler.suspects)
 
     def request_ids(self) -> list[str]:
-        """Ids of every sequence in the engine."""
+        """Returns the request ids of all sequences in the engine."""
         return list(self._live)
 
     def check_integrity(self) -> None:
-        """AssertionError saying which block or sequence is not where it belongs."""
+        """Raises AssertionError naming a block or sequence that is not where it belongs."""
         self._scheduler.check_integrity()
         held = sum(map(len, (self._scheduler.waiting, self._scheduler.running, self._scheduler.reserved)))
         assert held == len(self._live), f"{held} sequences are scheduled, {len(self._live)} live"
 
     def take_block_events(self) -> list[BlockStored | BlockRemoved]:
-        """Blocks that the prefix cache gained and lost since the last call, removals first."""
+        """Returns the blocks that the prefix cache gained and lost since the last call, removals first."""
         return self._pool.take_events()
 
     def _rest_when_idle(self) -> None:
@@ -256,7 +256,7 @@ class Engine:
             self._cores.rest()
 
     def _new_sequence(self, request: Request, total: int, speculative: Speculative | None) -> Sequence:
-        """`total`: how many tokens the sequence may come to hold KV for. `speculative` None: the config's."""
+        """Checks a request and makes its sequence, of at most `total` tokens. `speculative` None takes the config's."""
         speculative = speculative or self._speculative
         self._check(request, total, speculative)
         self._num_arrived += 1
@@ -295,7 +295,7 @@ class Engine:
             raise ValueError(f"{field}: {wrong} is outside the vocabulary of {vocab_size}")
 
     def _max_tokens(self, request: Request) -> int:
-        """The most tokens, prompt and answer, that a request can come to."""
+        """Returns the most tokens, prompt and answer together, that a request can reach."""
         longest = len(request.token_ids) - request.num_prior_tokens + request.sampling.max_tokens
         return min(longest, self.model_config.max_model_len)
 
@@ -316,7 +316,7 @@ class Engine:
         return outputs
 
     def _note(self, batch: list[Scheduled]) -> None:
-        """On the crash page: who computes from now on, and that a step begins."""
+        """Writes to the crash page which sequences compute from now on, and that a step begins."""
         page, suspects = self.crash_page, self._scheduler.suspects
         for seq in self._scheduler.take_moved():
             page.leave(seq.slot)
@@ -331,7 +331,7 @@ class Engine:
             page.stepping()
 
     def _acquit(self, computed: list[Sequence]) -> None:
-        """Suspects among these that are past the place where another engine has died, and who has begun apart."""
+        """Clears suspects that are past the token where another engine died, and ends the turns of begun sequences."""
         for seq in computed:
             if seq.apart_until and seq.num_output_tokens >= seq.apart_until:
                 self._scheduler.apart.pop(seq, None)
@@ -375,7 +375,7 @@ class Engine:
         return output
 
     def _append(self, seq: Sequence, tokens: list[SampledToken]) -> FinishReason | None:
-        """Up to the first token that ends the sequence; returns how."""
+        """Appends tokens up to the first that ends the sequence; returns the finish reason, or None if none does."""
         for token in tokens:
             seq.token_ids.append(token.token_id)
             reason = seq.check_stop(self.model_config.max_model_len)
@@ -393,5 +393,5 @@ class Engine:
 
 
 def _num_swap_blocks(config: EngineConfig, layout: KVLayout, num_blocks: int) -> int:
-    """No more than there are on the device: who is preempted ran there, and goes on before anyone new."""
+    """Returns the number of host blocks, at most `num_blocks`: swapped sequences resume before any new one begins."""
     return min(num_blocks, config.swap_memory // (layout.block_bytes * layout.num_layers))

@@ -1,9 +1,9 @@
-"""How many blocks a device has room for: its share, less weights, the largest steps and graphs, all of it measured.
+"""The number of KV blocks a device has room for: its share less weights, the largest steps and graphs, all measured.
 
     before weights ─> DeviceRoom ─ load ─ largest_steps ─ two graphs ─> left ─> blocks ─ all graphs
 
-What steps have used stays with torch's allocator, so it is no longer free when it is measured, nor is it when they come
-again.
+torch's allocator keeps the memory that the trial steps used, so the measurement counts it as taken, and later steps
+use it again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tandem.sampling import SamplingParams
 
 log = structlog.get_logger(__name__)
 GIB = 2**30
-# Of devices with so much memory and more, and of others: tokens of a step, and sequences at once.
+# (tokens of a step, sequences at once) for GPUs of at least LARGE bytes, for smaller GPUs, and for CPUs.
 LARGE, ON_LARGE, ON_SMALL, ON_CPU = 70 * GIB, (8192, 1024), (2048, 256), (512, None)
 
 
@@ -36,7 +36,7 @@ class Memory(Protocol):
 
 
 def sized(config: EngineConfig, device: torch.device, cuda: Memory = torch.cuda) -> EngineConfig:
-    """With the sizes of a step that suit the device, where none were said."""
+    """Returns the config with step sizes that suit the device wherever the config sets none."""
     if device.type == "cpu":
         most_tokens, most_seqs = ON_CPU
     else:
@@ -47,7 +47,7 @@ def sized(config: EngineConfig, device: torch.device, cuda: Memory = torch.cuda)
 def check_memory(
     config: EngineConfig, weights: int, layout: KVLayout, num_blocks: int, cuda: Memory = torch.cuda
 ) -> None:
-    """ValueError where the machine, or the GPU, has less memory than this worker alone needs.
+    """Raises ValueError if the machine, or the GPU, has less memory than this worker alone needs.
 
     Args:
         weights: bytes, before any quantization.
@@ -61,7 +61,10 @@ def check_memory(
 
 
 class DeviceRoom:
-    """Counts from when it is made, before weights are loaded. ValueError where less than the share is free by then."""
+    """Measures the device memory taken since its creation, before weights are loaded.
+
+    Raises ValueError if less than `share` of the memory is free at its creation.
+    """
 
     def __init__(self, share: float, cuda: Memory = torch.cuda) -> None:
         self._cuda = cuda
@@ -74,12 +77,12 @@ class DeviceRoom:
             )
 
     def left(self) -> int:
-        """Bytes of the share that nobody has taken since."""
+        """Returns the bytes of the share that have not been taken since this object was made."""
         self._cuda.synchronize()
         return self.most - (self._free - self._cuda.mem_get_info()[0])
 
     def taken_by(self, work: Callable[[], object]) -> int:
-        """Bytes that are not free any more after `work`, as long as its result is there."""
+        """Runs `work` and returns the bytes that its result keeps allocated."""
         before = self._settled()
         kept = work()
         taken = before - self._settled()
@@ -93,14 +96,17 @@ class DeviceRoom:
 
 
 def graphs_bytes(room: DeviceRoom, captures: Sequence[Callable[[], object]]) -> int:
-    """Bytes that `captures` will take, the largest first, by the first two: others find the first one's memory."""
+    """Estimates the bytes that all `captures`, the largest first, will take, by running the first two.
+
+    Every later capture reuses the pool memory of the first, so it costs about as much as the second.
+    """
     kept = list[object]()
     each = [room.taken_by(lambda capture=capture: kept.append(capture())) for capture in captures[:2]]  # type: ignore[misc]
     return sum(each) + each[-1] * max(0, len(captures) - 2) if each else 0
 
 
 def largest_steps(config: EngineConfig, layout: KVLayout, max_model_len: int) -> list[list[Scheduled]]:
-    """A step of prompts, and one of as many answers as may be drawn at once; all of them in block 0."""
+    """Returns the two largest steps: one full of prompt tokens, one of as many decodes as may run; all use block 0."""
     tokens = config.max_num_batched_tokens
     lengths = [min(max_model_len - 1, tokens - start) for start in range(0, tokens, max_model_len - 1)]
     rows = min(config.max_num_seqs or tokens, tokens)

@@ -1,10 +1,10 @@
-"""A step that a device computes while the host is at the one before: its input tokens are on the device alone.
+"""A step that a device computes while the host still handles the step before: its input tokens are on the device alone.
 
     host     launch t+1 | wait for t | tokens of t go out | launch t+2 | wait for t+1 | …
     device   ── t ──────────────────>├── t+1 ───────────────────────────────────────>├── t+2 ── …
 
-Whoever turns out to have ended with t is in t+1 for nothing: that row is not looked at, and the blocks that it writes
-to are another's only once the step is over.
+A sequence that turns out to have ended with step t is in t+1 for nothing: its row is ignored, and the blocks that the
+row writes to go to another sequence only after step t+1 is over.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from tandem.engine.types import SampledToken
 
 @dataclass(eq=False, slots=True)
 class Launched:
-    """One token of each of `chunks`, in their order: `ids` on the device, 0 where there is none; `read` waits for them.
+    """A launched step, which draws one token for each of `chunks`, in their order.
 
-    tables: where each one's KV lay. reading: it may still write there.
+    ids: the tokens on the device, 0 where no token could be drawn. read: waits for the tokens. tables: the sequences'
+    block tables at the launch. reading: True while the step may still write to these blocks.
     """
 
     chunks: list[Chunk]
@@ -34,7 +35,7 @@ class Launched:
     reading: bool = True
 
     def going_on(self) -> list[Scheduled]:
-        """Its sequences that run still, in the same blocks."""
+        """Returns this step's sequences that still run, in the same blocks."""
         return [
             Scheduled(chunk.seq, 1, True)
             for chunk, table in zip(self.chunks, self.tables, strict=True)
@@ -42,14 +43,14 @@ class Launched:
         ]
 
     def finish(self) -> dict[Sequence, int]:
-        """Waits until it is over; the token of each, -1 where there is none."""
+        """Waits until the step is over and returns each sequence's token, -1 where no token could be drawn."""
         token_ids = self.read()
         self.reading = False
         return {chunk.seq: token_id for chunk, token_id in zip(self.chunks, token_ids, strict=True)}
 
 
 def tokens_of(launched: Launched, batch: Iterable[Scheduled]) -> dict[str, list[SampledToken]]:
-    """Waits for the tokens of those in `batch`, by request id; one that has none gets its `error` set."""
+    """Waits for the tokens of `batch` and returns them by request id; sets `error` of a sequence without a token."""
     found, tokens = launched.finish(), dict[str, list[SampledToken]]()
     for item in batch:
         if (token_id := found[item.seq]) < 0:

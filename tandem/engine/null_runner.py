@@ -1,13 +1,13 @@
-"""The null engine's half of a step: no weights and no arithmetic of a model, but KV that means something, and time.
+"""The null engine's runner: no weights and no model arithmetic, but KV bytes that can be checked, and step times.
 
 1 attend   every sequence's KV so far must be what its tokens say, or the sequence ends with an error
 2 layers   for each: sleep its share of the step's stated time, write the new tokens' KV, push the blocks completed
 3 sample   the next token, from the KV of the last one, the seed and the token's index
 
-A token's KV is one 64-bit digest of all tokens up to it, told apart by layer and by K or V; it is computed from the KV
-of the token before. So blocks that were lost, mixed up, stale or damaged are found by the next step to read them, and
-equal prompts give equal answers whichever worker prefills them. Everything else about an engine is the real one's.
-Sampling knows temperature 0 and seeds; stop tokens are never drawn, so that an answer is as long as was asked for.
+A token's KV is one 64-bit digest of all tokens up to it, which differs by layer and by K or V; it is computed from the
+KV of the token before. So the next step that reads a lost, mixed up, stale or damaged block finds it out, and equal
+prompts give equal answers whichever worker prefills them. All other parts of the engine are the real ones. Sampling
+supports temperature 0 and seeds; stop tokens are never drawn, so an answer has exactly max_tokens tokens.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ NO_DIGESTS: Digests = np.empty(0, np.uint64)
 
 
 class TokenSlots(NamedTuple):
-    """Slots of the KV of a sequence's tokens, those of the step under way last: blocks and offsets (tokens,)."""
+    """Cache slots of a sequence's tokens, in order, up to the end of this step: blocks and offsets, (tokens,) each."""
 
     blocks: NDArray[np.int64]
     offsets: NDArray[np.int64]
 
     def until(self, end: int) -> Cells:
-        """An index into a layer's cells."""
+        """Returns the index of the first `end` tokens' cells in a layer."""
         return self.blocks[:end], slice(None), self.offsets[:end]
 
     def since(self, start: int) -> Cells:
@@ -50,7 +50,7 @@ class TokenSlots(NamedTuple):
 
 
 def null_layout(config: EngineConfig) -> KVLayout:
-    """2 layers of 8 bytes of K and 8 of V a token: 32 bytes a token. No real model's blocks have this layout's hash."""
+    """Returns a layout of 2 layers with 8 bytes of K and 8 of V a token; its hash equals no real model's."""
     if config.device != "cpu":
         raise ValueError(f"device: {config.device!r}, but the null engine's KV cache is in the CPU's memory")
     return KVLayout(
@@ -60,7 +60,7 @@ def null_layout(config: EngineConfig) -> KVLayout:
 
 
 class NullRunner:
-    """Runs over `kv_cache`, whose layout is null_layout's. `sleep` is called on the engine's thread."""
+    """Computes null steps over `kv_cache`, which has null_layout's layout. Calls `sleep` on the engine's thread."""
 
     def __init__(
         self, step_time: StepTime, kv_cache: list[Tensor], vocab_size: int, sleep: Callable[[float], None]
@@ -72,11 +72,11 @@ class NullRunner:
         self._expected: WeakKeyDictionary[Sequence, Digests] = WeakKeyDictionary()
 
     def under_way(self) -> list[Scheduled]:
-        """Nothing is launched ahead: nothing computes beside the host."""
+        """Returns no sequences: the null engine launches no step ahead, for no device computes beside the host."""
         return []
 
     def execute(self, batch: list[Scheduled], following: Items[Sequence] = ()) -> dict[str, list[SampledToken]]:
-        """Spend the time that computing `batch` takes; returns and sets errors as the model's runner does."""
+        """Sleeps for the step time of `batch`, checks and writes KV; returns tokens and sets errors as Runner does."""
         if not batch:
             return {}
         slots = [self._slots(item) for item in batch]
@@ -115,7 +115,7 @@ class NullRunner:
                 return
 
     def _expected_of(self, seq: Sequence, length: int) -> Digests:
-        """Digests of the first `length` tokens; known tokens never change, so their digests are kept."""
+        """Returns the digests of the first `length` tokens; known tokens never change, so their digests are cached."""
         known = self._expected.get(seq, NO_DIGESTS)
         if len(known) < length:
             more = np.cumsum(_mix(seq, len(known), length))
@@ -123,7 +123,7 @@ class NullRunner:
         return known[:length]
 
     def _next_digests(self, item: Scheduled) -> Digests:
-        """Those of the tokens that this step computes, on from the KV of the one before them."""
+        """Returns the digests of the tokens that this step computes, continued from the KV of the token before them."""
         seq, start = item.seq, item.seq.num_computed_tokens
         digests = np.cumsum(_mix(seq, start, start + item.num_tokens))
         return digests + self._digest(seq, start - 1) if start else digests
@@ -159,17 +159,17 @@ def _certain(token_id: int) -> SampledToken:
 
 
 def _cells(kv: Tensor) -> Digests:
-    """A layer's cache (num_blocks, 2, 1, block_size, 2) float32 as (num_blocks, 2, block_size) uint64, same memory."""
+    """Views a layer's cache (num_blocks, 2, 1, block_size, 2) float32 as (num_blocks, 2, block_size) uint64."""
     return kv.view(torch.int64).numpy().view(np.uint64)[:, :, 0, :, 0]
 
 
 def _as_kv(digests: Digests, layer: int) -> Digests:
-    """(tokens,) -> K and V (tokens, 2) of a layer; K of layer 0 is the digest itself."""
+    """Returns a layer's K and V (tokens, 2) of digests (tokens,); K of layer 0 is the digest itself."""
     return digests[:, None] + np.array([2 * layer, 2 * layer + 1], np.uint64)
 
 
 def _mix(seq: Sequence, start: int, end: int) -> Digests:
-    """A number for each token and its position, by splitmix64's mixing."""
+    """Returns a pseudo-random number for each token and its position, by splitmix64's mixing."""
     x = np.array(seq.tokens_between(start, end), np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x += np.arange(start, end, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)
     x ^= x >> np.uint64(30)

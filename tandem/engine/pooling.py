@@ -1,4 +1,4 @@
-"""One vector of a prompt's hidden states, taken in as its chunks are computed."""
+"""Embeddings: a prompt's hidden states pooled to one vector while the prompt's chunks are computed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tandem.engine.types import EngineConfig
 
 
 class Poolings:
-    """Makes poolings as the model's folder says."""
+    """Makes poolings by the rule in the model's folder."""
 
     def __init__(self, config: EngineConfig, hidden_size: int) -> None:
         self._folder, self._is_null, self._hidden_size = config.model_path, config.null is not None, hidden_size
-        self._rule: PoolingRule | None = None  # read when it is first asked for
+        self._rule: PoolingRule | None = None  # read on first use
 
     def pooling(self, dimensions: int) -> StatePooling:
-        """
-        Raises:
-            ValueError
+        """Returns a new pooling of `dimensions` numbers, 0 for all.
+
+        Raises ValueError if the model gives no such one.
         """
         if self._is_null:
             raise ValueError("embedding: the null engine has no hidden states")
@@ -32,7 +32,7 @@ class Poolings:
 
 
 class StatePooling:
-    """`dimensions`: how many of the vector's numbers are wanted, 0 for all."""
+    """Pools a prompt's hidden states by `rule`. `dimensions`: how many of the vector's numbers to keep, 0 for all."""
 
     def __init__(self, rule: PoolingRule, dimensions: int) -> None:
         self._rule, self._dimensions = rule, dimensions
@@ -41,7 +41,7 @@ class StatePooling:
         self._count = 0
 
     def take(self, start: int, rows: Tensor, normed: Callable[[Tensor], Tensor]) -> None:
-        """Hidden states of the tokens from `start` on. From 0 on again: its blocks were taken, and it began anew."""
+        """Adds the hidden states `rows` of the tokens from `start` on; 0 begins again, as after a preemption."""
         if self._rule.kind == "last":
             self._sum, self._count = normed(rows[-1:]).float()[0], 1
         elif self._rule.kind == "cls":

@@ -1,10 +1,10 @@
-"""One forward pass over the tokens a step has scheduled.
+"""Computing a scheduled step: a forward pass over its tokens, and sampling.
 
-1 order    sequences with one token first, alike lengths together; then the longer chunks
+1 order    sequences with one token first, similar lengths together; then the longer chunks
 2 forward  all tokens lie in one row; when a layer's K and V are in the cache, blocks that became complete are pushed to
            the sinks of their sequences
 3 report   log-probabilities of the prompt's tokens, for sequences that want them
-4 sample   logits only for the sequences whose last token was computed: of that token, and of proposed ones behind it
+4 sample   logits only for the sequences whose last token was computed: of that token, and of proposed ones after it
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tandem.engine.sampling import Choose, chosen, reported, sample
 from tandem.engine.scheduling import Ahead, Row, Scheduled, Sequence
 from tandem.engine.types import SampledToken
 
-LOGITS_ROWS = 64  # of prompts, at once: a vocabulary is wide
+LOGITS_ROWS = 64  # prompt rows whose logits are computed at once: each row is as wide as the vocabulary
 
 
 class Runner:
     """Runs `forward` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, row) per layer.
 
-    `choose` makes tokens of logits; `observer` sees what each step has computed. `overlaps`: a device computes, so it
-    pays to launch a step before the tokens of the one before are known.
+    `choose` turns logits into tokens; `observer` sees each step's hidden states. `overlaps`: a device computes, so
+    the next step is launched before the tokens of the current step are known.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, batch: list[Scheduled], following: Items[Sequence] = ()) -> dict[str, list[SampledToken]]:
-        """Compute `batch`; returns the next tokens of every sequence that has nothing left to compute, by request id.
+        """Computes `batch` and returns, by request id, the next tokens of every sequence with nothing left to compute.
 
-        A sequence that fails alone gets its `error` set. Where some are `following`, which write a token in the next
-        step too, that is launched before this one's tokens are waited for.
+        A sequence that fails alone gets its `error` set. `following` are sequences that surely decode in the next step
+        too: if there are any, that step is launched before waiting for this step's tokens.
         """
         if not batch:
             return {}
@@ -85,7 +85,7 @@ class Runner:
         return self._sample(batch, hidden)
 
     def under_way(self) -> list[Scheduled]:
-        """Those of the step that was launched behind the last one who go on; where nobody does, waits for that step."""
+        """Returns the sequences still alive in the step launched ahead; if none is, waits for the step and drops it."""
         batch = self._launched.going_on() if self._launched is not None else []
         if self._launched is not None and not batch:
             self._launched.finish()
@@ -93,8 +93,10 @@ class Runner:
         return batch
 
     def _launch(self, chunks: list[Chunk], ids: Tensor | None, rows: list[Row]) -> Launched:
-        """A step of one token each, whose tokens nobody waits for. `ids`: the step's input, where only the device has
-        it."""
+        """Launches a step of one token for each of `chunks` without waiting for the drawn tokens.
+
+        ids: the step's input tokens, where only the device has them.
+        """
         step = step_input(chunks, self._block_size)
         adapters = [chunk.seq.adapter for chunk in chunks]
         step = replace(
@@ -109,7 +111,7 @@ class Runner:
         return launched
 
     def _launch_behind(self, step: Launched, following: Items[Sequence]) -> Launched:
-        """The step after `step`, for those of it that surely go on."""
+        """Launches the step after `step` for its sequences `following`; their input is the tokens that `step` draws."""
         places = {chunk.seq: place for place, chunk in enumerate(step.chunks)}
         kept = [places[seq] for seq in following]
         kept.sort()
@@ -128,7 +130,7 @@ class Runner:
     def _report_prompts(self, batch: list[Scheduled], hidden: Tensor) -> None:
         row = 0
         for seq, num_tokens, _ in batch:
-            # The row of a position is of the token behind it.
+            # The logits at a position predict the token after it.
             first, to_row = len(seq.prompt_logprobs), row - seq.num_computed_tokens
             end = min(seq.num_computed_tokens + num_tokens, seq.num_prompt_logprobs)
             for start in range(first, end, LOGITS_ROWS):
@@ -151,8 +153,8 @@ class Runner:
                     drawn.extend(Ahead(seq, count) for count in range(1, len(seq.proposed) + 1))
                 rows.append(end - 1)
         if not rows:
-            # The host waits for a device here, too: a step that still ran could write to blocks that an abort has
-            # released and a transfer has filled since, and would seem to take no time.
+            # The host waits for the device here too. Otherwise the running step could write to blocks that an abort has
+            # released and a transfer has filled meanwhile, and its measured time would be close to 0.
             hidden[-1:, 0].tolist()
             return {}
         tokens = sample(self._forward.logits(hidden, rows), drawn, self._choose)
@@ -168,7 +170,9 @@ class Runner:
         return replace(step, adapters=adapters) if any(adapters) else step
 
     def _order(self, item: Scheduled) -> tuple[int, ...]:
-        """Single tokens first, ones with contexts of about equal length side by side, and of them equal adapters."""
+        """Returns the sort key: single tokens first, by about equal context length, then by adapter; then longer
+        chunks.
+        """
         if item.num_tokens > 1:
             return 1, *item.seq.key
         seq = item.seq
@@ -181,7 +185,7 @@ def _chunk(item: Scheduled) -> Chunk:
 
 
 def accepted(proposed: Iterable[int], drawn: list[tuple[SampledToken, Row]]) -> list[SampledToken]:
-    """The token after the known ones, and each one behind it that was drawn from what turned out right."""
+    """Returns the first drawn token and every further one whose preceding proposals all equal the drawn tokens."""
     tokens = [drawn[0][0]]
     for guess, (token, row) in zip(proposed, drawn[1:], strict=True):
         if guess != tokens[-1].token_id or row.error is not None:

@@ -1,20 +1,22 @@
-"""The cost of a step by the number of its tokens, as measured."""
+"""The cost of a step as a linear function of its number of tokens, fitted to measurements."""
 
 from __future__ import annotations
 
-FORGET = 0.98  # what an observation is worth after the next one
-SHARE_PER_ROW = 0.1  # of a step's seconds a row takes, until measured; as sure as SURE squared rows of spread
+FORGET = 0.98  # the factor by which each new observation reduces the weight of older ones
+# The share of a step's seconds that a row is assumed to take. The assumption weighs as much as a variance of SURE in
+# the measured numbers of rows.
+SHARE_PER_ROW = 0.1
 SURE = 0.3
-# A step that took so many times as long as others of its size did not do so for its tokens.
+# A step that took this many times its usual time was slow for other reasons than its tokens.
 SLOW = 4.0
 
 
 class StepCost:
-    """base + rows * each, by least squares that forget."""
+    """Seconds of a step as base + rows * each, fitted by exponentially weighted least squares."""
 
     def __init__(self, forget: float = FORGET) -> None:
         self._forget = forget
-        self._sums: tuple[float, ...] = (0.0,) * 5  # of 1, rows, seconds, rows squared, rows * seconds
+        self._sums: tuple[float, ...] = (0.0,) * 5  # sums of: 1, rows, seconds, rows squared, rows * seconds
 
     def add(self, rows: int, seconds: float) -> None:
         seconds, keep = self.at_most(rows, seconds), self._forget
@@ -25,7 +27,7 @@ class StepCost:
         )  # fmt: skip
 
     def at_most(self, rows: int, seconds: float) -> float:
-        """`seconds`, without what the machine and not the step took."""
+        """Returns `seconds`, capped at SLOW times the usual: any time beyond that is the machine's, not the step's."""
         usual = self.at(rows)
         return min(seconds, SLOW * usual) if usual > 0 else seconds
 
@@ -38,7 +40,7 @@ class StepCost:
         return base + rows * each
 
     def line(self) -> tuple[float, float]:
-        """(base, each), none of them negative."""
+        """Returns (base, each) in seconds, neither of them negative."""
         if not self.known:
             return 0.0, 0.0
         count, of_rows, of_seconds, of_squares, of_products = self._sums

@@ -1,4 +1,4 @@
-"""How long a step of the null engine takes: the model of an accelerator that is not there."""
+"""Step times of the null engine: the model of an accelerator that does not exist."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: what its prompt tokens take, plus, where any sequence decodes, what a decode step takes.
+    """Parameters of a step's time: the time of its prompt tokens, plus that of a decode step if any sequence decodes.
 
     (prompt tokens / prefill_tokens_per_s + decode_step_s + decoding sequences * decode_sequence_s) / speedup
 
-    ValueError names a field out of range.
+    Raises ValueError naming a field out of range.
     """
 
     prefill_tokens_per_s: float = 8192.0
@@ -20,7 +20,7 @@ class StepTime:
     decode_sequence_s: float = 0.0001
     speedup: float = 1.0
 
-    __pydantic_config__ = {"extra": "forbid"}  # where it is a setting  # noqa: RUF012
+    __pydantic_config__ = {"extra": "forbid"}  # when it is parsed as a setting  # noqa: RUF012
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -31,7 +31,7 @@ class StepTime:
                 )
 
     def seconds(self, num_tokens: Iterable[int]) -> float:
-        """Seconds of a step with so many tokens of each sequence; a single one counts as decode."""
+        """Returns the seconds of a step with these token counts, one a sequence; a count of 1 is a decode."""
         counts = list(num_tokens)
         decodes = counts.count(1)
         decode = self.decode_step_s + decodes * self.decode_sequence_s if decodes else 0.0

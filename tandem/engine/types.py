@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 QUANTIZATIONS = ("none", "int8", "int4", "fp8")
-KV_CACHE_DTYPES = ("auto", "int8")  # auto: what the model computes in
+KV_CACHE_DTYPES = ("auto", "int8")  # auto: the dtype in which the model computes
 
 
 class FinishReason(enum.Enum):
@@ -36,16 +36,16 @@ class FinishReason(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt to continue. Lower `priority` goes first; equal ones go in order of arrival.
+    """A prompt to continue. Lower `priority` runs first; requests of equal priority run in order of arrival.
 
-    The last `num_prior_tokens` of `token_ids` are the answer's first ones, written by another engine: the answer goes
-    on behind them as that engine would have gone on. `sampling` is of the whole answer. `speculative` None takes the
-    engine's own. With a `lora`, `adapter` has its weights, as `Engine.adapters` gave them. Other prompts are prefilled
-    in chunks that leave no more than `itl_target_s` between its tokens, where that is not 0 and can be kept.
+    The last `num_prior_tokens` of `token_ids` are the answer's first tokens, written by another engine: this engine
+    continues the answer exactly as that engine would have. `sampling` applies to the whole answer. `speculative` None
+    takes the engine's own. With a `lora`, `adapter` has its weights, from `Engine.adapters`. If `itl_target_s` is not
+    0, other prompts are prefilled in chunks that keep the time between this answer's tokens below it, if possible.
 
-    `choice_id` names it in the crash page, whatever engine it runs on; by default its request id. A suspect, of which
-    an engine may have died, computes alone until there are `alone_until` tokens of its answer. Of those that begin
-    apart, one begins at a time. With `dimensions`, 0 for all, the prompt's embedding is wanted.
+    `choice_id` names the request in the crash page of any engine; "" takes the request id. A suspect, which may have
+    killed an engine, computes alone until its answer has `alone_until` tokens. Requests that `begins_apart` begin one
+    at a time. `dimensions` asks for the prompt's embedding, 0 for all its numbers.
     """
 
     request_id: str
@@ -65,9 +65,9 @@ class Request:
 
 
 class SampledToken(NamedTuple):
-    """A token and, where asked for, its log-probability and the most likely (token id, log-probability), best first.
+    """A token and, if requested, its log-probability and the most likely (token id, log-probability), best first.
 
-    `rank`: how many tokens are at least as likely.
+    `rank`: the number of tokens that are at least as likely as this one.
     """
 
     token_id: int
@@ -78,12 +78,12 @@ class SampledToken(NamedTuple):
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """One step's result for one sequence. `tokens[0]` is token `first_index` of its answer, counted from 0.
+    """The result of a step for a sequence. `tokens[0]` is token `first_index` of its answer, counted from 0.
 
-    `finished`: the sequence left the engine: with a finish reason, with an `error`, or (prefill only) with neither when
-    decode should go on. Of `num_proposed_tokens` proposed so far `num_accepted_tokens` were right, each a step saved.
-    `prompt_logprobs`: where asked for, with the first token: the prompt's tokens but the first. `batch_size` and
-    `kv_usage`: where its worker says so, the sequences of that step and the share of KV blocks in use.
+    `finished`: the sequence has left the engine: with a finish reason, with an `error`, or, if prefill only, with
+    neither: then decode continues it. `num_accepted_tokens` of `num_proposed_tokens` so far were right; each saved a
+    step. `prompt_logprobs`: if requested, all prompt tokens but the first, reported with the answer's first token.
+    `batch_size` and `kv_usage`: the sequences of that step and the share of KV blocks in use, if the worker sets them.
     """
 
     request_id: str
@@ -102,24 +102,24 @@ class SequenceOutput:
 
 
 class KVSink(Protocol):
-    """Takes a prefill's KV blocks away. Called on the engine's thread."""
+    """Receives a prefill's KV blocks. The engine's thread calls it."""
 
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: Tensor) -> None:
-        """Copy logical prompt blocks `first_block`, `first_block + 1`, … out of `kv`, now or while `reading`.
+        """Copies logical prompt blocks `first_block`, `first_block + 1`, … out of `kv`, now or while `reading`.
 
-        `kv` is the layer's whole cache (num_blocks, 2, num_kv_heads, block_size, row), `block_ids` where those
-        blocks lie in it. Anything raised ends that sequence with `SequenceOutput.error` and disturbs nothing else.
+        `kv` is the layer's whole cache (num_blocks, 2, num_kv_heads, block_size, row), `block_ids` are the blocks'
+        places in it. An exception ends that sequence with `SequenceOutput.error` and affects no other sequence.
         """
 
     @property
     def reading(self) -> bool:
-        """True while pushed blocks are still to be copied: until then nobody else gets them, though the sequence
+        """True while pushed blocks are still to be copied: no other sequence gets these blocks, even if this one has
         left."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """A chain of blocks became findable: `hashes[0]` follows `parent`, each other one follows the one before it."""
+    """A chain of blocks became findable: `hashes[0]` follows `parent`, and each further hash the one before it."""
 
     hashes: tuple[bytes, ...]
     parent: bytes
@@ -134,13 +134,14 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A moment's load. `free_blocks`: referenced by no live sequence. `queued_tokens`: prompt tokens yet to compute.
+    """An engine's load now, and its counters since it began.
 
-    `num_prefilled_tokens` and `num_written_tokens`: prompt tokens and decoded ones computed since it began; of the
-    decoded ones `num_accepted_tokens` were proposed, as were others that were refused. Of `num_preempted` times that a
-    sequence had to leave its blocks, its KV went to host memory `num_swapped` times. `num_aborted` aborts released
-    `num_aborted_blocks` blocks. `num_evicted_blocks` cached ones were overwritten.
-    `likely_tokens`: of an answer, for which a reservation takes blocks.
+    `free_blocks`: blocks that no live sequence references. `queued_tokens`: prompt tokens still to compute.
+    `num_prefilled_tokens`, `num_written_tokens`: prompt tokens and answer tokens computed so far.
+    `num_proposed_tokens`, `num_accepted_tokens`: tokens proposed, and those of them that became answer tokens.
+    `num_preempted`, `num_swapped`: preemptions, and those of them that copied the KV to host memory. `num_aborted`
+    aborts released `num_aborted_blocks` blocks. `num_evicted_blocks`: cached blocks that were overwritten.
+    `likely_tokens`: the answer tokens for which a reservation takes blocks.
     """
 
     num_waiting: int
@@ -162,35 +163,37 @@ class EngineStats:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the blocks that live sequences reference."""
+        """The share of all blocks that live sequences reference."""
         return 1 - self.free_blocks / self.num_blocks
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Settings of an engine. The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds; None, on
-    devices alone, takes what is left of `memory_share` of the device's memory, weights and steps having theirs.
+    """Settings of an engine.
 
-    A step computes up to `max_num_batched_tokens`; 0: as suits the device, as do sequences on devices that are given no
-    `max_num_seqs`. One that decodes computes only `max_prefill_beside_decode` of prompts, so that running answers go
-    on. None makes that as many as take about a tenth of a second: on CPUs by what their arithmetic gives, which in such
-    chunks is no slower; elsewhere as measured.
+    The KV cache takes `num_blocks` blocks, or as many as `kv_budget_bytes` holds. If both are None, which only GPUs
+    allow, it takes what weights and steps leave of the share `memory_share` of the device's memory.
 
-    As many sequences run as have a token in a step and a block in the cache, and no more than `max_num_seqs` if that is
-    set. `max_model_len` None takes the model's; `num_threads` None takes torch's choice, within the CPUs that may be
-    used; `revision` "" takes a fingerprint of the weights. `cpu_kernels` False keeps to torch where a whole pass could
-    be computed in C; `cuda_graphs` replays steps that only decode. Through the folder `shared_cores` engines on one
-    machine lend each other idle cores, beyond their own `num_threads`. `null` makes it a null engine, whose steps take
-    as long as this says: `model_path` needs no weights, `dtype` is its own.
+    A step computes up to `max_num_batched_tokens` tokens; 0 takes a number that suits the device, as `max_num_seqs`
+    None does on GPUs. A step that decodes computes at most `max_prefill_beside_decode` prompt tokens, so that running
+    answers continue. None takes as many as last about a tenth of a second: estimated on CPUs, where such chunks are no
+    slower than larger ones, and measured on GPUs.
 
-    `speculative` is how tokens are proposed where a request does not say; `draft` needs the `speculative_model`, a
-    folder of a model with the same vocabulary, and medusa, eagle and eagle3 one of such heads. `jump_forward` computes
-    what a grammar leaves no choice about in one step. Reservations are for half of a `likely_answer`, until the lengths
-    of answers have been seen. `quantization` int8 or int4 makes the model's weights that when loaded; `kv_cache_dtype`
-    int8 keeps KV so.
-    Up to `swap_memory` bytes of the host hold the KV of preempted sequences; 0: all of it is computed again.
+    At most as many sequences run as a step has tokens and the cache has blocks, and at most `max_num_seqs` if that is
+    set. `max_model_len` None takes the model's; `num_threads` None takes torch's choice, limited to the usable CPUs;
+    `revision` "" takes a fingerprint of the weights. `cpu_kernels` False computes with torch even where the C kernels
+    could compute a whole pass; `cuda_graphs` replays steps that only decode. Through the folder `shared_cores`, engines
+    on one machine lend each other idle cores, beyond their own `num_threads`. `null` makes a null engine, whose steps
+    take the times that it sets: `model_path` then needs no weights, and `dtype` is ignored.
+
+    `speculative` sets how tokens are proposed for requests that do not set it; the method draft needs
+    `speculative_model`, the folder of a model with the same vocabulary; medusa, eagle and eagle3 need a folder of such
+    heads there. `jump_forward` computes tokens that a grammar forces together in one step. A reservation takes blocks
+    for half of `likely_answer` tokens until lengths of answers have been seen. `quantization` int8, int4 or fp8
+    quantizes the weights when they are loaded; `kv_cache_dtype` int8 keeps KV in int8.
+    Up to `swap_memory` bytes of the host hold the KV of preempted sequences; with 0, all of it is computed again.
     LoRA adapters are read from folders below `lora_dir`, with `lora_hub` also from a hub, and take up to `lora_memory`
-    bytes; with neither there are none.
+    bytes; without both settings the engine takes no adapters.
     """
 
     model_path: Path
@@ -257,5 +260,5 @@ class EngineConfig:
         return replace(self, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
 
 
-# (what is being loaded, bytes done, bytes in all)
+# Called with (name of what is being loaded, bytes done, bytes in all).
 Progress = Callable[[str, int, int], None]

@@ -3,19 +3,19 @@
     Sender.open_link -> Link.begin -> Push.push ... -> Push.commit
     Receiver.expect  ->               frames land ...-> on_commit
 
-Things that one transfer is made of, each known to one side or floor of it:
+The parts of a transfer, each known to one side or one layer only:
 
     Landing   the receiver's record of an expected transfer: its blocks, deadline, fences
-    Frame     the sender's unit of work: blocks of one layer that fit one slot, in line until the GPU has computed them
-    Slot      a place in memory that both ends know, while a frame lies in it; transports differ in where that is
-    Payload   the protocol's words for a filled slot: its number, length and checksum. It knows no memory and no tensor
+    Frame     the sender's unit of work: blocks of one layer that fit one slot, queued until the GPU has computed them
+    Slot      a place in memory that both ends know and that holds a frame; each transport has its own kind of memory
+    Payload   the protocol's description of a filled slot: its number, length and checksum, without memory or tensors
     Write     the receiver's unit of work: a payload to copy into a landing's blocks and to verify
 
-Frame and Write are the two ends' own halves, because only the sender knows rows of a device and only the receiver
-where blocks lie. Payload stands between Frame and Slot so that the protocol runs, and is tested, without memory.
-A message between them is a LinkMessage of the protos and needs no class of its own.
+Frame and Write are separate because only the sender knows a device's rows, and only the receiver knows where blocks
+lie. Payload stands between Frame and Slot so that the protocol runs, and is tested, without memory.
+A message between the two ends is a LinkMessage of the protocol.
 
-Frames name logical blocks; only the receiver knows where they lie. Nothing becomes visible before all of it verified.
+Frames name logical blocks; only the receiver knows where they lie. No block becomes visible before all are verified.
 """
 
 from tandem.transfer.protocol.endpoint import LinkPeer, LocalPeer, TransferError

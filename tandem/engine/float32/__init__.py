@@ -1,6 +1,6 @@
 """Products and attention in float32 on the CPU, in C. Models, forward passes and `tandem.precompile` may enter.
 
-A row comes to the same numbers, bit for bit, whatever rows lie beside it.
+A row's results are the same, bit for bit, whatever other rows a step has.
 """
 
 from tandem.engine.float32.kernels import (

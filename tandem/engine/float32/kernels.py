@@ -22,7 +22,7 @@ from tandem.machine.native import NotCompiled, compiled
 SOURCE = Path(__file__).with_name("float32.c")
 INSTRUCTIONS, WIDER = ("avx2", "fma"), ("avx512f",)
 MAX_HEAD_DIM = 256  # MAX_DIM of float32.c
-# Of a thread in a product: ten or twenty microseconds. To wake another one takes a few.
+# The fewest multiplications worth a thread: ten or twenty microseconds. Waking a thread takes a few.
 LEAST_WORK = 2**17
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -41,8 +41,8 @@ class _Attention(ctypes.Structure):
 
 
 class StepRows:
-    """The rows of a step: `counts[i]` of sequence i, the last of which is token number `lengths[i]` of the context in
-    the blocks `tables[i]`."""
+    """The rows of a step. Sequence i has `counts[i]` rows; the last of them is token number `lengths[i]` of the context
+    in the blocks `tables[i]`."""
 
     def __init__(self, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
         self._arrays = (
@@ -56,7 +56,7 @@ class StepRows:
 
 
 class Float32Kernels:
-    """Computes on as many threads as torch does."""
+    """The loaded library; it computes on as many threads as torch does."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._linear, self._attend = library.tandem_linear, library.tandem_attend
@@ -68,7 +68,7 @@ class Float32Kernels:
         library.tandem_init(ctypes.CDLL(torch._C.__file__).GOMP_parallel)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As torch's; rows of `weight` (outputs, inputs) have their numbers side by side."""
+        """Computes what torch's linear does. Each row of `weight` (outputs, inputs) must be contiguous."""
         x = x if x.stride(1) == 1 else x.contiguous()
         (rows, inputs), outputs = x.shape, len(weight)
         assert weight.shape[1] == inputs
@@ -82,7 +82,9 @@ class Float32Kernels:
         return out
 
     def attend(self, q: Tensor, kv: Tensor, rows: StepRows, window: int) -> Tensor:
-        """Attention of q (rows, heads, head_dim) over a layer's cache."""
+        """Returns the attention of q (rows, heads, head_dim) over a layer's cache, in q's shape; `window` 0: all
+        tokens.
+        """
         q, (_, _, kv_heads, block_size, dim) = q.contiguous(), kv.shape
         assert kv.is_contiguous()
         out, heads = torch.empty_like(q), q.shape[1]
@@ -93,7 +95,7 @@ class Float32Kernels:
 
 
 def library_path(cache: Path | None = None, flags: Sequence[str] = (), cpu: Set[str] | None = None) -> Path:
-    """Compiles the library if need be. `cpu`: instructions of the CPU that it is for; by default, this one's.
+    """Compiles the library if necessary. `cpu`: the target CPU's instructions, by default this CPU's.
 
     Raises NotCompiled.
     """
@@ -103,7 +105,7 @@ def library_path(cache: Path | None = None, flags: Sequence[str] = (), cpu: Set[
 
 @cache
 def float32_kernels() -> Float32Kernels | None:
-    """Returns the kernels of this machine; None, and the reason logged, where there can be none."""
+    """Returns this machine's kernels, or None, logging the reason, if it cannot have them."""
     try:
         return Float32Kernels(ctypes.CDLL(str(library_path())))
     except (OSError, AttributeError, ValueError, NotCompiled) as error:

@@ -1,4 +1,4 @@
-"""One forward pass: in torch, with FlashInfer, as CUDA graphs. Runners, kernels and speculation may enter."""
+"""The forward pass: in torch, with FlashInfer, as CUDA graphs. Runners, kernels and speculation may enter."""
 
 from tandem.engine.forward.attention import PagedAttention, Shape
 from tandem.engine.forward.decode_graphs import CudaCapture, DecodeGraphs, padded

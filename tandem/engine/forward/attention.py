@@ -1,13 +1,13 @@
-"""Attention over a paged KV cache: one small interface, and what it is in plain torch.
+"""Attention over a paged KV cache: one small interface and its implementation in plain torch.
 
-    planned   once a step: who asks how many tokens, over which blocks    ──> attends in each layer of that step
-    fixed     once a size: decode steps of so many sequences, whose       ──> attends in each layer of each of them
-              lengths and tables lie where they always lie
+    planned   once a step: each sequence's tokens and blocks              ──> attends in each layer of that step
+    fixed     once a shape: decode steps of that many sequences, whose    ──> attends in each layer of each such step
+              lengths and tables lie at fixed addresses
 
-In torch, per group of sequences that ask equally many tokens: gather their blocks, mask what lies ahead, SDPA; a
-prompt's first chunk needs nothing of the cache: its own k, v, and SDPA's causal way. `flashinfer` has the other one.
-In float32 on a CPU a token's attention is the same bit for bit whatever lies beside it in a step: by `float32`'s
-kernels, and where they cannot compute it by `attention_alone`.
+In torch, for each group of sequences with equally many tokens: gather their blocks, mask later tokens, SDPA. A prompt's
+first chunk does not read the cache: causal SDPA over its own k and v. `flashinfer` has the other implementation.
+In float32 on a CPU a token's attention is the same, bit for bit, whatever else its step computes: `float32`'s kernels
+compute it, or, where they cannot, `attention_alone`.
 
 A layer's cache is (num_blocks, 2, num_kv_heads, block_size, row), with rows as kv_cache.py has them.
 """
@@ -29,48 +29,52 @@ from tandem.engine.forward.staged import Staged
 from tandem.engine.kv import opened
 from tandem.engine.models import ROWS_ALIKE, Scope, is_exact
 
-# Attention of one step, planned once for all layers. A model's own `Attend` names the layer and knows no cache: Forward
-# makes it of this one, which knows the cache and no layer.
-# q, k, v of a step's tokens (tokens, heads, head_dim), k and v as the cache holds them, that cache, scope ──> as q.
+# Attention of one step, planned once for all layers: (q, k, v, a layer's cache, scope) ──> attention, in q's shape. q,
+# k and v (tokens, heads, head_dim) are of the step's tokens; k and v are as the cache holds them. Forward makes of this
+# the `Attend` of a model, which names the layer and knows no cache.
 StepAttend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Scope], Tensor]
-# With fewer keys than the first a product goes another way; above some two hundred BLAS cuts a sum by its length.
+# With fewer keys than KEYS_ALIKE, BLAS takes another kernel for a product; above some two hundred keys it splits a sum
+# at places that depend on the number of keys.
 KEYS_ALIKE, KEYS_AT_ONCE = 16, 128
 PLAIN = Scope()
 
 
-# Rows of a graph, one token of a sequence each, and the most blocks of a row's context.
+# The shape of a decode graph: its rows, one token of a sequence each, and the most blocks of a row's context.
 Shape: TypeAlias = tuple[int, int]
 MOST_ROWS = 256
 
 
 class FixedAttend(Protocol):
-    """Attention of decode steps that are replayed from static memory: no shape and no branch depends on what that
-    holds."""
+    """Attention of decode steps that are replayed from static memory: no shape and no branch depends on the contents of
+    that memory."""
 
     def prepare(self, lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
-        """Before each replay, with the contexts it is for; further rows see one token of the padding's block."""
+        """Writes the replay's contexts to the static memory; call before each replay.
+
+        Unused rows attend to one token of the padding's block.
+        """
 
     def __call__(self, q: Tensor, kv: Tensor, scope: Scope) -> Tensor:
-        """q (rows, heads, head_dim), one token each."""
+        """Returns the attention of q (rows, heads, head_dim), one token each, over the cache `kv` of a layer."""
 
 
 class PagedAttention(Protocol):
-    gathered_layers: int  # of KV, that it may copy at once
+    gathered_layers: int  # layers' worth of KV that attention may copy at once
 
     def planned(self, counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]) -> StepAttend:
-        """For a step: of sequence i there are `counts[i]` tokens, the last being number `lengths[i]` of the context in
-        the blocks `tables[i]`. Void when the next step is planned."""
+        """Plans a step in which sequence i has `counts[i]` tokens, the last of them token number `lengths[i]` of the
+        context in the blocks `tables[i]`. The plan is valid until the next step is planned."""
 
     def shapes(self, rows: int, blocks: int, num_blocks: int) -> list[Shape]:
-        """For which graphs of decode steps are worth their memory: up to so many rows, of up to so many blocks each, of
-        a cache of `num_blocks`."""
+        """Returns the shapes of decode graphs that are worth their memory, for steps of up to `rows` rows whose
+        contexts have up to `blocks` blocks each, over a cache of `num_blocks`."""
 
     def fixed(self, shape: Shape, padding_block: int) -> FixedAttend:
-        """For decode steps of that shape."""
+        """Returns the attention of decode steps of that shape; padding rows use the block `padding_block`."""
 
 
 class TorchAttention:
-    """PagedAttention on any device; `kv` is the cache of any layer."""
+    """PagedAttention in torch. `kv` is the cache of any layer, which gives the device and the caches' shape."""
 
     gathered_layers = 4
 
@@ -88,7 +92,8 @@ class TorchAttention:
         return attend
 
     def shapes(self, rows: int, blocks: int, num_blocks: int) -> list[Shape]:
-        """Each gathers all that its contexts may have: powers of two, as long as the cache holds about as much."""
+        """Returns powers of two for rows and blocks: a graph gathers every block that its contexts may have, so shapes
+        stop at twice the cache's blocks."""
         return [
             (size, width)
             for size in _powers(min(rows, MOST_ROWS))
@@ -101,7 +106,7 @@ class TorchAttention:
 
 
 class TorchFixedAttend:
-    """Reads lengths and tables where they lie on the device."""
+    """Decode attention in torch that reads lengths and tables from static device memory."""
 
     def __init__(self, shape: Shape, padding_block: int, device: torch.device) -> None:
         self._shape = size, width = shape
@@ -129,18 +134,19 @@ class TorchFixedAttend:
 
 
 def _powers(most: int) -> list[int]:
-    """Powers of two, the last of them the first that is not below `most`."""
+    """Returns the powers of two up to the first that is not below `most`."""
     return [1 << n for n in range((most - 1).bit_length() + 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbouring sequences of a step with `query_len` tokens each, tokens `start` … `end` of its row.
+    """Neighbouring sequences of a step with `query_len` tokens each: tokens `start` … `end` of the step's row.
 
-    `slabs` (2, sequences, kv_heads, blocks) are the contexts' parts of the cache, each one block's K or V of one head;
-    where a sequence has no more blocks its first one is repeated. `behind` (sequences, 1, query_len, blocks *
-    block_size) says how many tokens behind each token one is, below 0 where it lies ahead, `last_block` (sequences,)
-    which block the context ends in and `unwritten` (sequences, 1, 1, block_size, 1) that block's slots behind the end.
+    slabs (2, sequences, kv_heads, blocks): indices of the contexts' parts of the cache; a part is one head's K or V of
+    one block. A sequence with fewer blocks repeats its first one.
+    behind (sequences, 1, query_len, blocks * block_size): how many tokens a key is before a query; below 0, after it.
+    last_block (sequences,): the index of the block in which the context ends.
+    unwritten (sequences, 1, 1, block_size, 1): True for that block's slots after the context's end.
     """
 
     start: int
@@ -153,9 +159,9 @@ class Group:
 
 
 def make_group(start: int, query_len: int, tables: list[list[int]], lengths: list[int], kv: Tensor) -> Group:
-    """Sequences whose contexts, `query_len` new tokens included, are `lengths` tokens in the blocks of `tables`.
+    """Makes the group of sequences with contexts of `lengths` tokens, `query_len` new ones included, in `tables`.
 
-    `kv` is the cache of any layer.
+    `start`: the group's first token in the step's row. `kv` is the cache of any layer.
     """
     kv_heads, block_size = kv.shape[2:4]
     width = max(-(-length // block_size) for length in lengths)
@@ -173,7 +179,7 @@ def make_group(start: int, query_len: int, tables: list[list[int]], lengths: lis
 
 @dataclass(frozen=True, slots=True)
 class FirstChunk:
-    """Tokens `start` … `end` of a step's row: one sequence's first."""
+    """Tokens `start` … `end` of a step's row that are the first tokens of one sequence."""
 
     start: int
     end: int
@@ -182,7 +188,10 @@ class FirstChunk:
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor, groups: Sequence[Group | FirstChunk], scope: Scope, out: Tensor
 ) -> None:
-    """q (tokens, heads, head_dim) of `groups` over the cache `kv`, or the step's own k, v, into `out`, of q's shape."""
+    """Writes to `out` the attention of q (tokens, heads, head_dim), both of the same shape.
+
+    Each Group attends to the cache `kv`, each FirstChunk to the step's own k and v.
+    """
     for group in groups:
         here = slice(group.start, group.end)
         if isinstance(group, FirstChunk):
@@ -206,16 +215,16 @@ def _group_attention(q: Tensor, kv: Tensor, group: Group, scope: Scope) -> Tenso
 
 
 def _visible(behind: Tensor, scope: Scope) -> Tensor:
-    """True for what a token sees of those that are so many tokens behind it."""
+    """Returns True for each key that its query sees; `behind`: how many tokens the key is before the query."""
     return (behind >= 0) & (behind < scope.window) if scope.window else behind >= 0
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scope: Scope) -> Tensor:
-    """q (tokens, heads, head_dim) of sequences with equally many tokens, over k, v (sequences, heads, keys, head_dim)
-    where they are `visible` (sequences, 1, tokens of each, keys)."""
+    """Returns the attention of q (tokens, heads, head_dim), of sequences with equally many tokens, over the `visible`
+    (sequences, 1, tokens of each, keys) keys of k, v (sequences, heads, keys, head_dim)."""
     k, v = _as_seen(k, v, scope)
     (num_seqs, kv_heads), query_len = k.shape[:2], visible.shape[2]
-    # Query heads that share a KV head are rows of one product: (sequences, kv_heads, share * query_len, head_dim).
+    # Make query heads that share a KV head rows of one product: (sequences, kv_heads, share * query_len, head_dim).
     share, head_dim = q.shape[1] // kv_heads, q.shape[2]
     query = q.view(num_seqs, query_len, kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
     query = query.reshape(num_seqs, kv_heads, -1, head_dim)
@@ -234,16 +243,17 @@ def _as_seen(k: Tensor, v: Tensor, scope: Scope) -> tuple[Tensor, Tensor]:
 
 
 def _attention(query: Tensor, k: Tensor, v: Tensor, visible: Tensor, scope: Scope) -> Tensor:
-    """query (sequences, kv_heads, rows, head_dim) over k, v (sequences, kv_heads, keys, head_dim)."""
+    """Returns the attention of query (sequences, kv_heads, rows, head_dim) over k, v (sequences, kv_heads, keys,
+    head_dim)."""
     if is_exact(query) or not scope.is_plain:
         return attention_alone(query, k, v, visible, scope)
     return F.scaled_dot_product_attention(query, k, v, attn_mask=visible)
 
 
 def attention_alone(query: Tensor, k: Tensor, v: Tensor, visible: Tensor, scope: Scope = PLAIN) -> Tensor:
-    """As SDPA, but each row's sums go the same way whatever rows, keys that it may not see and sequences lie beside it.
+    """Computes what SDPA does, but a row's result does not depend on other rows, invisible keys or other sequences.
 
-    Products whose shapes BLAS takes the same kernel for, and sums over keys that are too short to be cut anew.
+    Products are padded to shapes for which BLAS takes the same kernel; sums over keys are too short for BLAS to split.
     """
     rows, keys = query.shape[2], k.shape[2]
     query = F.pad(query, (0, 0, 0, -rows % ROWS_ALIKE)) * query.shape[3] ** -0.5
@@ -261,10 +271,10 @@ def attention_alone(query: Tensor, k: Tensor, v: Tensor, visible: Tensor, scope:
 
 
 def _shares(scores: Tensor, rows: int, sinks: Tensor | None) -> Tensor:
-    """Each key's share of a row of `scores` (sequences, kv_heads, rows and what pads them, keys)."""
+    """Returns the softmax of each row of `scores` (sequences, kv_heads, rows and padding, keys), counting sinks."""
     if sinks is None:
         return scores.softmax(dim=-1)
-    # In front of the keys, which then lie where they would lie without it.
+    # The sink goes into padding before the keys, so the keys keep their places within blocks of KEYS_ALIKE.
     beside = scores.new_full((*scores.shape[:3], KEYS_ALIKE), -math.inf)
     kv_heads = scores.shape[1]
     share = len(sinks) // kv_heads
@@ -274,11 +284,11 @@ def _shares(scores: Tensor, rows: int, sinks: Tensor | None) -> Tensor:
 
 
 def _gather(kv: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
-    """K and V of the group's contexts: (2, sequences, kv_heads, blocks * block_size, head_dim)."""
+    """Gathers K and V of the group's contexts: (2, sequences, kv_heads, blocks * block_size, head_dim)."""
     block_size, row = kv.shape[3:]
     past = kv.view(-1, block_size * row).index_select(0, group.slabs.view(-1))
     past = opened(past.view(*group.slabs.shape, block_size, row), dtype)
-    # A masked slot still counts as 0 * its content, and what another sequence left there may be NaN.
+    # A masked slot still counts as 0 * its contents, and another sequence may have left NaN there.
     rows = torch.arange(len(group.last_block), device=kv.device)
     ends = past[:, rows, :, group.last_block]  # (sequences, 2, kv_heads, block_size, head_dim)
     past[:, rows, :, group.last_block] = ends.masked_fill(group.unwritten, 0)
@@ -286,13 +296,13 @@ def _gather(kv: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
 
 
 def paged_decode(q: Tensor, kv: Tensor, tables: Tensor, lengths: Tensor, scope: Scope = PLAIN) -> Tensor:
-    """q (sequences, heads, head_dim), one token each, over contexts of `lengths` tokens in blocks `tables`."""
+    """Returns the attention of q (sequences, heads, head_dim), one token each, over `lengths` tokens in `tables`."""
     num_seqs, _, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv.shape
     past = opened(kv[tables], q.dtype).permute(2, 0, 3, 1, 4, 5)
     past = past.reshape(2, num_seqs, kv_heads, -1, past.shape[-1])
     behind = lengths[:, None] - 1 - torch.arange(tables.shape[1] * block_size, device=q.device)
-    # A masked slot still counts as 0 * its content, and what another sequence left there may be NaN.
+    # A masked slot still counts as 0 * its contents, and another sequence may have left NaN there.
     k, v = past.masked_fill((behind < 0)[None, :, None, :, None], 0)
     k, v = _as_seen(k, v, scope)
     visible = _visible(behind, scope)[:, None, None, :]
@@ -303,7 +313,8 @@ def paged_decode(q: Tensor, kv: Tensor, tables: Tensor, lengths: Tensor, scope: 
 def _groups(
     counts: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]], kv: Tensor
 ) -> list[Group | FirstChunk]:
-    """Neighbours with one token each whose contexts differ by less than twice share a group; others are alone."""
+    """Groups a step's sequences: neighbours with one token each and contexts of similar length share a group; any
+    other sequence is alone."""
 
     def key(i: int) -> tuple[int, int]:
         return (0, ((lengths[i] - 1) // kv.shape[3]).bit_length()) if counts[i] == 1 else (1, i)

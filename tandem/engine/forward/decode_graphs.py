@@ -3,10 +3,10 @@
     start   for each of the attention's shapes, the largest first ──capture──> graphs, over one pool
     step    ids | positions | slots ──one copy──> device, attend.prepare, replay ──> hidden
 
-All are captured before the first step: a capture beside other threads' work on the device would break it or be broken.
-A row of padding is a sequence of one token in a block that belongs to nobody, so it writes where nothing is read. Steps
-that prefill, have adapters, push KV or fit no graph go to the plain forward. The ids of a step that is launched while
-the one before it runs are on the device already.
+All graphs are captured before the first step, for a capture and other threads' work on the device would break each
+other. A padding row is a sequence of one token in a block of no sequence, so no step reads what it writes. Steps that
+prefill, have adapters, push KV or fit no graph go to the plain forward. The token ids of a step that is launched while
+the step before runs are on the device already.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tandem.engine.forward.staged import Staged
 from tandem.engine.kv import write_kv
 from tandem.engine.models import Decoder, Scope
 
-# Records a function's work on the GPU; returns a function that runs it again over the same memory.
+# Records a function's work on the GPU; returns a function that replays the work over the same memory.
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 class DecodeGraphs:
-    """A Forward of `model`. `cache` has one block more per layer than sequences use: its last is the padding's."""
+    """A Forward of `model`. Each layer of `cache` has one more block than sequences use: the last is the padding's."""
 
     def __init__(
         self, plain: Forward, model: Decoder, cache: list[Tensor], attention: PagedAttention, capture: Capture,
@@ -40,7 +40,7 @@ class DecodeGraphs:
         self._attention = attention
         self._padding_block = len(cache[0]) - 1
         self._rows, self._widths = (sorted({shape[i] for shape in shapes}) for i in (0, 1))
-        # The largest first: what the others need of the pool is there then.
+        # Capture the largest shape first: the pool then has all the memory that the others need.
         self._graphs = {shape: self.captured(shape) for shape in sorted(shapes, reverse=True)}
         self.logits, self.normed = plain.logits, plain.normed
 
@@ -58,7 +58,7 @@ class DecodeGraphs:
         return self._graphs.get((self._rows[rows], self._widths[columns]))
 
     def captured(self, shape: Shape) -> Graph:
-        """A graph for it, which whoever asks keeps."""
+        """Captures and returns a graph of this shape; the caller must keep it."""
         size, _ = shape
         rows = torch.tensor([0, 0, self._padding_block * self._cache[0].shape[3]]).repeat_interleave(size)
         staged = Staged(rows, self._cache[0].device)
@@ -77,7 +77,7 @@ class Graph:
     replay: Callable[[], Tensor]
 
     def run(self, step: StepInput) -> Tensor:
-        """Hidden states (tokens, hidden_size)."""
+        """Replays the graph for `step` and returns its hidden states (tokens, hidden_size)."""
         count, size = len(step.counts), len(self.ids)
         ids, positions, slots = self.staged.blank().view(3, size)
         positions[:count], slots[:count] = step.positions, step.slots
@@ -106,20 +106,23 @@ class StaticContext:
 
 
 def padded(cache: list[Tensor]) -> list[Tensor]:
-    """The same caches with the block that lies behind each."""
+    """Returns views of the caches that include the extra block after each."""
     return [kv.as_strided((len(kv) + 1, *kv.shape[1:]), kv.stride()) for kv in cache]
 
 
 class CudaCapture:
-    """Captures into CUDA graphs that share one pool: no two of them run at once, and what one has left is read before
-    the next one runs. Other threads may meanwhile call what a capture forbids, for their own streams."""
+    """Captures CUDA graphs that share one memory pool: no two graphs run at once, and a graph's output is read before
+    the next graph runs. Other threads may meanwhile call what a capture forbids, on their own streams."""
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
         self._cuda = cuda
         self._pool = self._cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """After runs on another stream that let libraries allocate what they keep."""
+        """Captures `run` and returns its replay.
+
+        Runs it twice before, so that libraries allocate their lasting memory.
+        """
         stream = self._cuda.Stream()
         stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(stream):

@@ -1,15 +1,15 @@
-"""Paged attention by FlashInfer, where it is installed and has kernels for the model. Only this file knows it.
+"""Paged attention by FlashInfer, if it is installed and has kernels for the model. Only this file uses FlashInfer.
 
-    planned   prompts' chunks and decodes in one call; a step of decodes alone by the kernels made for those
-    fixed     its decode wrapper for CUDA graphs, which keeps what a replay reads in buffers that it is given
+    planned   prompts' chunks and decodes in one call; steps of decodes alone by FlashInfer's decode kernels
+    fixed     FlashInfer's decode wrapper for CUDA graphs; a replay reads its inputs from buffers given to the wrapper
 
-A plan is written to memory of the host that its wrapper has once, copied from there on the current stream, and nobody
-waits for that copy: so none is made before the last one's has happened. On the device steps, and a graph's plan and its
-replay, follow each other, so wrappers share what they plan and compute in.
+A wrapper writes its plans to one piece of host memory, from which the current stream copies them without a wait. So a
+plan is made only after the copy of the last plan has happened. On the device, steps follow each other, as do a graph's
+plan and its replay, so all wrappers share one workspace.
 
-A cache of ours is one of theirs: pages of block_size tokens, of layout HND. Plans are made of tensors on the host, for
-they are read there, and none waits for the device: ids of pages, which may be many, come from pinned memory; for graphs
-they are sent before, for a plan copies them to its buffer, and would wait where they come from the host.
+Our cache has FlashInfer's format: pages of block_size tokens, of layout HND. A plan takes tensors on the host, where
+FlashInfer reads them, and must not wait for the device. Page ids, which may be many, therefore come from pinned memory.
+For graphs, they are sent to the device first: the plan copies them to its buffer, and would wait for ids on the host.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from tandem.engine.forward.float32 import cpu_attention_for
 from tandem.engine.models import Scope
 
 log = structlog.get_logger(__name__)
-# Of plans, as FlashInfer has it.
+# The size of the memory for a plan, as in FlashInfer.
 PLAN_BYTES = 8 << 20
-# Rows of a graph, as they are worth their memory.
+# The numbers of rows of which a graph is worth its memory.
 SIZES = (1, 2, 4, *range(8, MOST_ROWS + 1, 8))
-# FlashInfer advises so much; more where heads are many: see workspace_bytes.
+# The workspace that FlashInfer advises; models with many heads need more: see workspace_bytes.
 LEAST_WORKSPACE = 128 << 20
-# At most, of a device, that its prefill kernels run at once; rows of their tiles, fewer where each row is a decode's.
+# MOST_CTAS: the most tiles that prefill kernels run at once on any GPU. TILE: the rows of a tile. DECODE_TILES: (most
+# query heads of a KV head, rows of a tile) where each row is a decode.
 MOST_CTAS, TILE, DECODE_TILES = 2 * 160, 128, ((16, 16), (64, 64), (1 << 30, 128))
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -58,7 +59,7 @@ class Library(Protocol):
 
 
 def paged_attention_for(kv: Tensor, num_heads: int, scopes: Iterable[Scope] = ()) -> PagedAttention:
-    """Attention for a cache: FlashInfer's where it works here, else torch's, and the log says why."""
+    """Returns the attention for a cache: FlashInfer's if it works here, else torch's, logging the reason."""
     if not kv.is_cuda:
         return cpu_attention_for(kv, scopes)
     reason = misfit(kv, scopes)
@@ -67,14 +68,17 @@ def paged_attention_for(kv: Tensor, num_heads: int, scopes: Iterable[Scope] = ()
             return tried(import_module("flashinfer"), kv, num_heads)
         except ImportError as error:
             reason = f"{error}; install tandem[gpu]"
-        except Exception as error:  # its compiler and its kernels raise errors of many kinds
+        except Exception as error:  # FlashInfer's compiler and kernels raise errors of many kinds
             reason = f"FlashInfer does not work here: {error}; its kernels need CUDA's compiler, as in CUDA_HOME"
     log.warning("attention by torch", reason=reason)
     return TorchAttention(kv)
 
 
 def tried(library: Library, kv: Tensor, num_heads: int) -> FlashInfer:
-    """One whose kernels have been compiled, which takes minutes at first, and have run. Raises what they raise."""
+    """Compiles FlashInfer's kernels, which takes minutes the first time, runs them once and returns the attention.
+
+    Raises whatever error the compiler or the kernels raise.
+    """
     attention = FlashInfer(library, kv, num_heads)
     for count in (1, 2):
         q = kv.new_zeros(count, num_heads, kv.shape[4])
@@ -85,7 +89,7 @@ def tried(library: Library, kv: Tensor, num_heads: int) -> FlashInfer:
 
 
 def misfit(kv: Tensor, scopes: Iterable[Scope] = ()) -> str:
-    """Why FlashInfer has no kernel for this cache and what layers see of it, or nothing."""
+    """Returns why FlashInfer has no kernel for this cache and these scopes; empty if it has one."""
     if not all(scope.is_plain and not scope.window and not scope.is_latent for scope in scopes):
         return "FlashInfer is used where layers see all tokens, by scores as they come"
     if kv.dtype not in DTYPES:
@@ -95,7 +99,7 @@ def misfit(kv: Tensor, scopes: Iterable[Scope] = ()) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Contexts as FlashInfer has them, int32 on the host: those of sequence i are `ids[starts[i] : starts[i + 1]]`."""
+    """Contexts in FlashInfer's form, int32 on the host: sequence i has the pages `ids[starts[i] : starts[i + 1]]`."""
 
     starts: Tensor
     ids: Tensor
@@ -103,7 +107,7 @@ class Pages:
 
     @classmethod
     def of(cls, lengths: Sequence[int], tables: Sequence[Sequence[int]], block_size: int) -> Pages:
-        """A table may go on behind its context."""
+        """Makes the pages of contexts of `lengths` tokens; a table may have more blocks than its context needs."""
         counts = [-(-length // block_size) for length in lengths]
         used = (table[:count] for table, count in zip(tables, counts, strict=True))
         last = (length - (count - 1) * block_size for length, count in zip(lengths, counts, strict=True))
@@ -111,13 +115,13 @@ class Pages:
 
 
 class FlashInfer:
-    """PagedAttention over caches like `kv`, by `library`."""
+    """PagedAttention by `library` over caches with the shape and dtype of `kv`."""
 
     gathered_layers = 0
 
     def __init__(self, library: Library, kv: Tensor, num_heads: int, uploads: Uploads | None = None) -> None:
         self._library, self._kv, self._num_heads = library, kv, num_heads
-        self._uploads = uploads or Uploads(kv.device)  # of plans, from memory of the host that the next one writes to
+        self._uploads = uploads or Uploads(kv.device)  # guards the host memory of plans
         size = workspace_bytes(num_heads, kv.shape[2], kv.shape[4])
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=kv.device)
         self._mixed = library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
@@ -144,7 +148,7 @@ class FlashInfer:
         return attend
 
     def shapes(self, rows: int, blocks: int, num_blocks: int) -> list[Shape]:
-        """It reads no more than a context has, however many blocks it may have."""
+        """Returns one shape for each number of rows: a replay reads only a context's blocks, whatever their maximum."""
         most = min(rows, MOST_ROWS)
         return [(size, blocks) for size in SIZES if size < most] + [(next(s for s in SIZES if s >= most), blocks)]
 
@@ -190,7 +194,7 @@ class FlashInfer:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Memory that graphs read, one after the other: the plan of the one that runs, and its pages."""
+    """Device memory that all graphs share, one at a time: the plan and the pages of the graph that runs."""
 
     plan: Tensor
     starts: Tensor
@@ -221,8 +225,11 @@ class _FixedFlashInfer:
 
 
 def workspace_bytes(num_heads: int, kv_heads: int, head_dim: int) -> int:
-    """For what its kernels put together of a context's pieces: a float32 vector and its weight for each head and row of
-    the tiles that run at once, or, in graphs, that so many decodes may need."""
+    """Returns the bytes in which FlashInfer's kernels merge partial results of a context.
+
+    Each head and row needs a float32 vector and its weight, for all tiles that run at once or that MOST_ROWS decodes
+    of a graph need.
+    """
     group = num_heads // kv_heads
     tile = next(rows for most, rows in DECODE_TILES if group <= most)
     decodes = (-(-MOST_ROWS * group // tile) + MOST_ROWS) * tile

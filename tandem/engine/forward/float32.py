@@ -1,4 +1,4 @@
-"""Attention by the kernels for float32 on the CPU: nothing is gathered, and no key is read that no token sees."""
+"""Attention by the C kernels for float32 on the CPU, which gather nothing and read only keys that a token sees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.engine.models import Scope
 
 
 class Float32Attention(TorchAttention):
-    """PagedAttention over a float32 cache on the CPU; decode steps of fixed memory are torch's."""
+    """PagedAttention by the float32 kernels on the CPU; `fixed` is torch's."""
 
     gathered_layers = 0
 
@@ -31,7 +31,7 @@ class Float32Attention(TorchAttention):
 
 
 def cpu_attention_for(kv: Tensor, scopes: Iterable[Scope]) -> TorchAttention:
-    """Returns attention for a cache on the CPU: the kernels' where they compute it in all `scopes`, else torch's."""
+    """Returns the attention for a cache on the CPU: the kernels' if they can compute all `scopes`, else torch's."""
     is_known = kv.dtype is torch.float32 and kv.shape[4] <= MAX_HEAD_DIM
     is_known = is_known and all(scope.is_plain and not scope.is_latent for scope in scopes)
     kernels = float32_kernels() if is_known else None

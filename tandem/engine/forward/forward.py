@@ -1,4 +1,4 @@
-"""One forward pass: a step's tokens in, hidden states and logits out.
+"""The forward pass: a step's tokens in, hidden states and logits out.
 
     StepInput ──> Forward ──> hidden states ──logits──> (rows, vocab_size)
                      └── written(layer): the layer's KV of these tokens lies in the cache
@@ -26,12 +26,11 @@ from tandem.engine.scheduling import Sequence as TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """All tokens of a step in one row, sequence after sequence.
+    """The input of a step: all its tokens in one row, sequence after sequence.
 
-    `input_ids`, `positions` and `slots` (block * block_size + offset, where the KV goes) are (tokens,) int64, the ids
-    on the device where the host does not know them yet. Of sequence i there are `counts[i]` tokens; the last of them is
-    token number `lengths[i]` of its context, whose KV lies in the blocks `tables[i]`. Its tokens are adapted by
-    `adapters[i]`, where there are any.
+    `input_ids`, `positions` and `slots` (block * block_size + offset, where the KV goes) are (tokens,) int64; the ids
+    are on the device if the host does not know them yet. Sequence i has `counts[i]` tokens; the last of them is token
+    number `lengths[i]` of its context, whose KV lies in the blocks `tables[i]`. `adapters[i]`, if any, adapts them.
     """
 
     input_ids: Tensor
@@ -52,7 +51,7 @@ class Chunk(NamedTuple):
 
 
 def step_input(chunks: Iterable[tuple[TokenSequence, int, int]], size: int) -> StepInput:
-    """A step that computes such chunks, in blocks of `size` tokens."""
+    """Makes the input of a step that computes `chunks`, (sequence, start, end) each, with blocks of `size` tokens."""
     ids, positions, slots, lengths = (array("q") for _ in range(4))
     counts, tables = list[int](), list[list[int]]()
     for seq, start, end in chunks:
@@ -71,13 +70,13 @@ def step_input(chunks: Iterable[tuple[TokenSequence, int, int]], size: int) -> S
 
 
 def _tensor(values: array[int]) -> Tensor:
-    """The same memory as an int64 tensor."""
+    """Views the array's memory as an int64 tensor."""
     return torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(slots=True)
 class Taps:
-    """Inputs of the layers `at` in the last step: `rows[i]` (tokens, hidden_size) into layer `at[i]`."""
+    """The inputs of the layers `at` in the last step: `rows[i]` (tokens, hidden_size) is the input of layer `at[i]`."""
 
     at: tuple[int, ...] = ()
     rows: list[Tensor] = field(default_factory=list)
@@ -89,21 +88,25 @@ class Taps:
 
 class Forward(Protocol):
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
-        """Hidden states (tokens, hidden_size) after the last layer; void at the next call.
+        """Returns the hidden states (tokens, hidden_size) after the last layer, valid until the next call.
 
         `written` is called with each layer's number when that layer's KV is in the cache.
         """
 
     def logits(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        """(len(rows), vocab_size) float32 for those rows of the hidden states; void at the next call."""
+        """Returns the logits (len(rows), vocab_size) float32 of `rows` of the hidden states, valid until the next
+        call.
+        """
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Hidden states behind the last norm."""
+        """Returns the hidden states after the last norm."""
 
 
 class Observer(Protocol):
     def observe(self, chunks: Sequence[Chunk], hidden: Tensor) -> None:
-        """After each step: `hidden` (tokens, hidden_size) of `chunks`, one after the other, void at the next step."""
+        """Takes the states `hidden` (tokens, hidden_size) of the chunks, in order, after each step; valid until the
+        next.
+        """
 
 
 class TorchForward:
@@ -136,7 +139,7 @@ class TorchForward:
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
-    """The `attend` that a model gets in one step: `slots` (tokens,) are where each token's KV goes."""
+    """The `attend` that a model gets in one step; it writes each token's KV to its slot of `slots` (tokens,)."""
 
     kv_cache: list[Tensor]
     slots: Tensor

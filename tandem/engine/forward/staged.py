@@ -1,4 +1,4 @@
-"""Inputs of a replayed step: written on the host, sent in one copy to where the device always reads them."""
+"""Inputs of a replayed step: written on the host and sent in one copy to a fixed place in device memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tandem.engine.device import Uploads
 
 
 class Staged:
-    """A row of whole numbers in `device`'s memory, `padding` at first."""
+    """A row of integers in `device`'s memory and its copy on the host; `padding` is the initial contents."""
 
     def __init__(self, padding: Tensor, device: torch.device) -> None:
         self._padding, self._uploads = padding, Uploads(device)
@@ -17,7 +17,7 @@ class Staged:
         self.device = padding.to(device, copy=True)
 
     def blank(self) -> Tensor:
-        """The host's row, padding again, once it was copied to the device: write to it, then `send`."""
+        """Resets the host's row to padding, after its last copy to the device is done, and returns it for writing."""
         self._uploads.done()
         return self._host.copy_(self._padding)
 

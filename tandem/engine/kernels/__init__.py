@@ -1,6 +1,6 @@
-"""A decoder's forward pass and the sampler's choice in C, where the CPU can. The engine's build may enter.
+"""A decoder's forward pass and the sampler's choice in C, on CPUs that can. The engine's build may enter.
 
-It is compiled on first use.
+The library is compiled on first use.
 """
 
 from tandem.engine.kernels.build import AMX, load_library

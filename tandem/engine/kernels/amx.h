@@ -9,22 +9,22 @@
 
 #include "tiles.h"
 
-static int64_t has_amx; /* whether this process may use it */
+static int64_t has_amx; /* true if this process may use AMX */
 
-enum { AMX_PAIRS = 16 }; /* steps that it multiplies at once */
+enum { AMX_PAIRS = 16 }; /* the steps that an AMX instruction multiplies together */
 
 #ifdef __AMX_BF16__
 
-enum { RING = 4 }; /* of blocks of AMX_PAIRS steps, so that opening one does not wait for the tiles of the last */
+enum { RING = 4 }; /* opened blocks of AMX_PAIRS steps, so that opening one does not wait for the last one's tiles */
 
 static void ask_for_amx(void) {
-    enum { ASK_FOR_STATE = 0x1023, TILES = 18 }; /* of arch_prctl */
+    enum { ASK_FOR_STATE = 0x1023, TILES = 18 }; /* arguments of arch_prctl */
     has_amx = !syscall(SYS_arch_prctl, ASK_FOR_STATE, TILES);
 }
 
 /* gcc does not know how much memory its loads of tiles and of their shapes read: hence the empty statements before. */
 
-/* Each thread, before its first tile of a pass: other code may have given the registers other shapes. */
+/* Sets the tile registers' shapes, in each thread before its first tile of a pass: other code may have set others. */
 static void take_tiles(void) {
     struct { uint8_t palette, first, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {.palette = 1};
     for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = 16;
@@ -118,7 +118,7 @@ static inline int64_t tile_begin(int64_t rows, int64_t tile, int64_t tiles) {
     return tile < tiles ? tile * MOST_ROWS : rows;
 }
 
-/* One tile, of num_tiles' size at most. */
+/* Multiplies one tile, at most of the size that num_tiles assumes. */
 static void multiply(const int32_t *x, int64_t rows, int64_t stride, int64_t pairs, float *sums,
                      const struct panel_at *at) {
 #ifdef __AMX_BF16__

@@ -9,7 +9,7 @@
 
 #include "context.h"
 
-enum { TOKENS = 64, FEW = 4 }; /* TOKENS: of a piece of work */
+enum { TOKENS = 64, FEW = 4 }; /* TOKENS: the tokens of a piece of work */
 
 /* Scores of a row (two tiles' parts of 32) become weights relative to the best score so far, of which `visible` count;
    returns what older sums are worth now. */
@@ -167,13 +167,14 @@ static inline int64_t num_keys(const struct step *s, const struct part *p) {
     return s->lengths[p->seq] - (s->starts[p->seq + 1] - p->end);
 }
 
-/* KEYS of its keys, or as many as there are, from `first` on. */
+/* Returns the span of the part's keys from `first` on: KEYS of them, or as many as there are. */
 static inline struct span keys_of(const struct step *s, const struct part *p, int64_t first) {
     const int64_t left = num_keys(s, p) - first;
     return (struct span){s->tables + s->table_starts[p->seq], p->head, first, left < KEYS ? left : KEYS};
 }
 
-/* Into the room. `next`, if any, is what this thread does then: its first keys are fetched with the last ones of `p`. */
+/* Computes part `p` in the room. `next`, if any, is this thread's next part: its first keys are fetched with the last
+   keys of `p`. */
 static void attend(const struct model *m, const struct layer *l, const struct step *s, struct room *r,
                    const struct part *p, const struct part *next) {
     const int64_t dim = m->head_dim, share = m->heads / m->kv_heads, width = share * dim;

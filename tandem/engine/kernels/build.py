@@ -1,4 +1,4 @@
-"""The loaded library of cpu.c, if this machine can have it.
+"""The compiled and loaded library of cpu.c, if this machine can have it.
 
 It needs a CPU with AVX512-BF16, a compiler (tandem.machine.native), and the OpenMP pool that torch brings. Where any of
 them is missing, the reason is logged and the engine computes with torch alone. AMX is used where there is any.
@@ -37,7 +37,7 @@ _log = structlog.get_logger(__name__)
 def library_path(
     cache: Path | None = None, amx: bool = True, flags: Sequence[str] = (), cpu: Set[str] | None = None
 ) -> Path:
-    """Compiled if need be. `cpu`: instructions of the CPU that it is for; by default, this one's.
+    """Compiles the library if necessary. `cpu`: the target CPU's instructions, by default this CPU's.
 
     Raises NotCompiled.
     """
@@ -46,13 +46,13 @@ def library_path(
 
 
 def load_library(cache: Path | None = None, amx: bool = True, flags: Sequence[str] = ()) -> ctypes.CDLL | None:
-    """The compiled kernels, kept in `cache`; None, and the reason logged, where there can be none.
+    """Loads the compiled kernels, which are kept in `cache`; returns None and logs the reason if it cannot.
 
-    `amx` False keeps to AVX512. `flags`: more of the compiler's.
+    `amx` False compiles for AVX512 alone. `flags`: further flags for the compiler.
     """
     try:
         library = ctypes.CDLL(str(library_path(cache, amx, flags)))
-        # torch's own extension finds whichever OpenMP it was linked with.
+        # torch's extension module resolves the symbol in the OpenMP library it was linked with.
         openmp = ctypes.CDLL(torch._C.__file__)
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)

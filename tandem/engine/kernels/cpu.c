@@ -106,7 +106,7 @@ static struct thread join_pass(struct pass *p) {
     return thread;
 }
 
-/* Of each row's position, for all layers. */
+/* Computes the rotary angles of each row's position, for all layers. */
 static void angles(struct thread *thread, const struct model *m, const struct step *s) {
     const int64_t half = m->head_dim / 2;
     begin(thread, s->rows);
@@ -122,7 +122,7 @@ static void angles(struct thread *thread, const struct model *m, const struct st
     }
 }
 
-/* Until k and v of the layer are in the cache. */
+/* Computes the layer until its k and v are in the cache. */
 static void first_half(struct thread *thread, const struct model *m, const struct layer *l, const struct step *s) {
     norm(thread, s->x, 0, l->input_norm, s->normed, s->rows, m->hidden, m->eps);
     adapt(thread, s, l - m->layers, s->normed, &l->qkv, QKV_PARTS, 3);
@@ -181,7 +181,7 @@ void tandem_init(parallel_fn parallel, int (*number)(void), int (*count)(void)) 
 
 int64_t tandem_has_amx(void) { return has_amx; }
 
-/* Of the structs that Python has too, in the order of structs.py. */
+/* The sizes of the structs that Python has too, in the order of structs.py. */
 const int64_t tandem_sizes[] = {sizeof(struct weight), sizeof(struct panel), sizeof(struct rare), sizeof(struct layer),
                                 sizeof(struct model), sizeof(struct lora_part), sizeof(struct step), sizeof(struct draw)};
 
@@ -193,7 +193,7 @@ static int64_t result_bytes(const struct model *m, int64_t rows) {
     return (most(rows * 32 * (int64_t)sizeof(float), ROWS_A_PIECE * widest) + 63) / 64 * 64;
 }
 
-/* In rooms of its own, in which a loop has at most so many pieces. 0, or -1 without memory. */
+/* Runs a pass in memory of its own; a loop has at most `pieces` pieces. Returns 0, or -1 without memory. */
 static int64_t run_pass(void (*body)(void *), struct pass *p, int64_t pieces, int64_t threads) {
     p->result_bytes = result_bytes(p->model, p->step->rows);
     _Atomic uint32_t *won = calloc(pieces, sizeof *won);
@@ -204,7 +204,7 @@ static int64_t run_pass(void (*body)(void *), struct pass *p, int64_t pieces, in
     return status;
 }
 
-/* Halves of layers, first ... end, of a step. 0, or -1 without memory. */
+/* Computes the halves of layers first ... end of a step. Returns 0, or -1 without memory. */
 int64_t tandem_layers(const struct model *model, const struct step *step, int64_t first, int64_t end,
                       int64_t threads) {
     struct pass pass = {.model = model, .step = step, .first = first, .end = end};
@@ -215,7 +215,7 @@ int64_t tandem_layers(const struct model *model, const struct step *step, int64_
     return run_pass(run_halves, &pass, most(most(panels, step->rows), parts), threads);
 }
 
-/* Logits (count, vocab) of the rows `picked` of step->x; step->normed is room for them. 0, or -1 without memory. */
+/* Logits (count, vocab) of the rows `picked` of step->x; step->normed is room for them. Returns 0 or -1. */
 int64_t tandem_logits(const struct model *model, const struct step *step, const int64_t *picked, int64_t count,
                    float *logits, int64_t threads) {
     struct step rows = *step;

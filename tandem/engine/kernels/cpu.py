@@ -1,6 +1,6 @@
 """The C kernels as a `Forward`: a decoder's whole pass in bfloat16 on the CPU.
 
-load ── pack: each weight changes its layout in place, so it is held once ──> layers ── logits
+load ── pack: the packed copy of a weight replaces it, so each weight is held once ──> layers ── logits
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.engine.quantization import Fp8Weight
 
 _MAX_THREADS, _PANEL_OUTPUTS, _TILE_ROWS, _TILE_PAIRS = 128, 32, 32, 16
 _MAX_HEAD_DIM = 256  # MAX_DIM of context.h
-# What the kernels compute, by the fields of ModelConfig. Any other field that is set is an operation unknown to them.
+# The fields of ModelConfig that the kernels support. If any other field is set, the model needs an unknown operation.
 _KNOWN = frozenset(
     {
         "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
@@ -38,8 +38,8 @@ _KNOWN = frozenset(
 class CpuForward:
     """Runs `model`, whose weights it packs, over `kv_cache` in steps of at most `max_tokens` tokens.
 
-    `num_threads` is asked before each pass; logits are computed with as many. A pass takes no more of them than have
-    `least_work` multiplications each.
+    `num_threads` is called before each pass; the pass and its logits use that many threads at most, and no more than
+    get `least_work` multiplications each.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CpuForward:
     ) -> None:
         self._library, self._model, self._num_threads, self._taps = library, model, num_threads, taps or Taps()
         self._threads, self._least_work = num_threads(), least_work
-        self._kv_cache = tuple(kv_cache)  # the structs below only point at it
+        self._kv_cache = tuple(kv_cache)  # keeps the cache alive: the structs below only point to it
         self._embed = PackedWeight(library, model.embed)
         self._head = self._embed if model.lm_head is model.embed else PackedWeight(library, model.lm_head)
         model.embed = model.lm_head = model.norm.new_empty(0)
@@ -64,7 +64,7 @@ class CpuForward:
         widest = max(config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
         self._opened = torch.empty(
             _MAX_THREADS, (widest // 2 + _TILE_PAIRS) * _PANEL_OUTPUTS, dtype=torch.int32
-        )  # untouched till used
+        )  # its pages take memory only once used
         weights = [weight.struct for layer in self._weights for weight in layer] + [self._head.struct]
         groups = max((weight.inputs // weight.group for weight in weights if weight.bits), default=0)
         self._x_sums = torch.empty(max_tokens, groups)
@@ -73,15 +73,15 @@ class CpuForward:
         widths = (config.hidden_size, config.hidden_size, heads + 2 * config.num_kv_heads * config.head_dim, heads)
         self._angles = torch.empty(2, max_tokens, config.head_dim // 2)
         self._logits = torch.empty(0)
-        rows = max_tokens + _TILE_ROWS - 1  # the last tile reads past the rows, and drops those results
+        rows = max_tokens + _TILE_ROWS - 1  # the last tile reads past the rows and drops their results
         self._room = [model.norm.new_empty(rows, width) for width in (*widths, config.intermediate_size)]
-        self._added = torch.empty(0)  # until a step has adapters
+        self._added = torch.empty(0)  # allocated when a step first has adapters
         self._tables: WeakKeyDictionary[Adapter, ctypes.Array[LoraPart]] = WeakKeyDictionary()
         self._room_at = [room.data_ptr() for room in (*self._room, *self._angles)]
 
     @staticmethod
     def misfit(config: ModelConfig) -> str:
-        """Why the kernels cannot compute such a model; empty where they can."""
+        """Returns why the kernels cannot compute such a model; empty if they can."""
         unknown = [f.name for f in fields(config) if f.name not in _KNOWN and getattr(config, f.name)]
         if unknown:
             return f"they do not know {', '.join(unknown)}"
@@ -130,7 +130,7 @@ class CpuForward:
         return self._model.normed(hidden)
 
     def _adapted_rows(self, step: StepInput) -> array[int]:
-        """Each row's table of its adapter, or null."""
+        """Returns for each row the address of its adapter's table, or 0."""
         found = array("Q")
         for adapter, count in zip(step.adapters, step.counts, strict=True):
             found += array("Q", [ctypes.addressof(self._table(adapter)) if adapter else 0]) * count
@@ -151,8 +151,8 @@ class CpuForward:
         return self._added.data_ptr()
 
     def _run_halves(self, passed: Step, written: Callable[[int], None] | None) -> None:
-        """All layers at once, or with a pause after a layer's first half, when its KV is in the cache and what went
-        into it still lies in the room."""
+        """Runs all layers at once, or stops after the first half of each tapped or pushed layer: then the layer's KV is
+        in the cache, and the layer's input still lies in the working memory."""
         first, end = 0, 2 * len(self._layers)
         self._taps.rows.clear()
         for layer in self._taps.at if written is None else range(len(self._layers)):
@@ -174,10 +174,10 @@ class CpuForward:
 
 
 def _pack(library: ctypes.CDLL, layer: DecoderLayer, place: Tensor) -> list[PackedWeight]:
-    """The layer's weights, one after the other, each freed when it is packed."""
+    """Packs the layer's weights one after the other and frees each original."""
     packed = []
     for linear in layer.linears():
-        assert not isinstance(linear.weight, Fp8Weight)  # opened, on CPUs
+        assert not isinstance(linear.weight, Fp8Weight)  # the loader converts fp8 weights on CPUs
         packed.append(PackedWeight(library, linear.weight, halves=linear is layer.linears()[2]))
         linear.weight = place.new_empty(0)
     return packed
@@ -208,7 +208,7 @@ def _struct(
 
 
 def _joined(step: StepInput) -> tuple[array[int], array[int], array[int]]:
-    """Bounds of each sequence's rows and of its blocks, and the blocks of all."""
+    """Returns the bounds of each sequence's rows, the bounds of its blocks, and all sequences' blocks in one array."""
     starts = array("q", accumulate(step.counts, initial=0))
     table_starts = array("q", accumulate(map(len, step.tables), initial=0))
     return starts, table_starts, array("i", chain.from_iterable(step.tables))

@@ -31,7 +31,7 @@ static inline __m512 added16(const struct linear *j, int64_t row, int64_t column
     return _mm512_add_ps(sum, _mm512_loadu_ps(j->added + row * j->weight->outputs + column));
 }
 
-/* To `to`, as all results of a piece until it is won. */
+/* Writes a result to `to`, where all results of a piece stay until a thread has won the piece. */
 static inline void finish16(const struct linear *j, int64_t row, int64_t column, __m512 sum, void *to) {
     int64_t at = row * j->weight->outputs + column;
     sum = added16(j, row, column, sum);
@@ -230,7 +230,7 @@ static void linear_rows(struct thread *thread, const struct linear *job) {
     }
 }
 
-/* Rows of x as the weight has its inputs. Nobody reads them after it. */
+/* Puts rows of x, in place, into the order of the weight's inputs. No later layer reads these rows. */
 static void reorder(struct thread *thread, bf16 *x, int64_t rows, const struct weight *w) {
     bf16 *room = (bf16 *)thread->opened;
     begin(thread, rows);

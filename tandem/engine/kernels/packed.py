@@ -15,13 +15,15 @@ from tandem.engine.kernels.structs import Rare, Weight
 from tandem.engine.quantization import QuantizedWeight
 
 SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-_OUTPUTS, _STEP_BYTES = 32, 96  # of a panel; of two inputs of it
+_OUTPUTS, _STEP_BYTES = 32, 96  # outputs of a panel; bytes of two of its inputs
 
 
 class PackedWeight:
-    """`weight` (outputs, inputs) bfloat16 or quantized, packed. `halves`: the outputs are (gate | up).
+    """A `weight` (outputs, inputs), bfloat16 or quantized, packed for the kernels.
 
-    `struct` points at it.
+    `halves`: its outputs are (gate | up).
+
+    `struct` points to the packed bytes.
     """
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor | QuantizedWeight, halves: bool = False) -> None:
@@ -45,22 +47,22 @@ class PackedWeight:
 
 
 def _holds(dtype: torch.dtype, weight: QuantizedWeight) -> bool:
-    """True for what keeps its scales and offsets as they are."""
+    """True if `dtype` represents the weight's scales and offsets exactly."""
     return all(torch.equal(part.to(dtype).float(), part.float()) for part in (weight.scales, weight.offsets))
 
 
 def _panels(weight: QuantizedWeight, halves: bool, scale_type: torch.dtype) -> Tensor:
-    """(panels, groups, bytes of a group)"""
+    """Packs a quantized weight as bytes (panels, groups, bytes of a group)."""
     outputs, inputs = weight.shape
     order: slice | Tensor = slice(None)
-    if halves:  # a panel is 16 outputs of either half
+    if halves:  # a panel has 16 outputs of each half
         order = torch.arange(outputs).view(2, -1, 16).transpose(0, 1).reshape(-1)
     groups = inputs // weight.group
     numbers = torch.stack((weight.scales[order], weight.offsets[order])).to(scale_type)  # (2, outputs, groups)
     head = numbers.view(2, -1, _OUTPUTS, groups).permute(1, 3, 0, 2).contiguous().view(-1, groups, 2 * _OUTPUTS)
     codes = weight.codes[order].view(-1, _OUTPUTS, groups, weight.group // 2, 2).permute(0, 2, 3, 1, 4).flatten(3)
     if weight.bits == 8:
-        codes = codes ^ 128  # less 128, as signed bytes
+        codes = codes ^ 128  # the codes minus 128, as signed bytes
     if weight.bits == 4:
         codes = codes[..., :_OUTPUTS] | codes[..., _OUTPUTS:] << 4
     return torch.cat((head.view(torch.uint8), codes.flatten(2)), dim=2)

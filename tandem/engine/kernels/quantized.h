@@ -126,7 +126,7 @@ QUANTIZED_TILES(0)
 QUANTIZED_TILES(4)
 QUANTIZED_TILES(8)
 
-/* Of each row's groups of `size` inputs. */
+/* Sums each row's groups of `size` inputs. */
 static void sum_groups(struct thread *thread, const bf16 *x, int64_t rows, int64_t inputs, int64_t size) {
     const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
     const int64_t count = inputs / size;

@@ -13,7 +13,7 @@
 
 enum { CHUNK = 64 };
 
-/* As sequence.py packs it. */
+/* The parameters of a draw, as sequence.py packs them. */
 struct draw { double temperature, top_p, min_p; int64_t top_k; uint64_t seed; };
 
 struct sampling {
@@ -94,7 +94,7 @@ static double above(const float *x, int64_t count, float floor, int counted) {
     return total;
 }
 
-/* Those within (low, high] to the front; returns how many. */
+/* Moves the values within (low, high] to the front; returns how many there are. */
 static int64_t keep(float *x, int64_t count, float low, float high) {
     int64_t kept = 0;
     for (int64_t i = 0; i < count; i += 16) {
@@ -198,7 +198,7 @@ static void sample_rows(void *data) {
     }
 }
 
-/* 0, or -1 without memory. */
+/* Samples a token of each row. Returns 0, or -1 without memory. */
 int64_t tandem_sample(float *logits, const uint32_t *masks, int64_t rows, int64_t vocab, const struct draw *draws,
                       const int64_t *indices, int64_t *token_ids, int64_t threads) {
     struct sampling s = {.logits = logits, .masks = masks, .draws = draws, .indices = indices,

@@ -1,4 +1,4 @@
-"""The sampler's choice in C."""
+"""The sampler's choice of tokens in C."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from tandem.engine.sampling import Masks
 from tandem.engine.scheduling import Row
 
-_LOGITS_A_THREAD = 2**20  # half a millisecond: to wake another thread takes a tenth
+_LOGITS_A_THREAD = 2**20  # half a millisecond of work; waking another thread takes a tenth of that
 
 
 class CpuChoose:
-    """A `Choose` for logits on the CPU. `num_threads` is asked where there is work for several."""
+    """A `Choose` for logits on the CPU. `num_threads` is called if there is work for several threads."""
 
     def __init__(self, library: ctypes.CDLL, num_threads: Callable[[], int]) -> None:
         self._library, self._num_threads = library, num_threads

@@ -1,4 +1,4 @@
-"""The structs that the kernels share with Python; `SIZES` are compared with those of the compiled library."""
+"""The structs that the kernels share with Python; the loader compares `SIZES` with the compiled library's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV as bytes: how numbers lie in it, which engines may exchange it, its swap to host memory. The engine may enter."""
+"""KV as bytes: its number format, its layout's hash for exchange, its swap to host memory. The engine may enter."""
 
 from tandem.engine.kv.kv_cache import opened, write_kv
 from tandem.engine.kv.layout import KVLayout, torch_dtype

@@ -1,7 +1,7 @@
-"""Keys and values as a layer's KV cache holds them: their numbers as they are, or in int8, half of bfloat16's bytes.
+"""Keys and values as a layer's KV cache holds them: unchanged, or in int8 with half of bfloat16's bytes.
 
 A layer's cache is (num_blocks, 2, num_kv_heads, block_size, row). A row is head_dim numbers; in int8, head_dim codes
-and behind them the bytes of a bfloat16 scale: a block has, for each head of K and of V, a scale for each of its slots.
+followed by the bytes of a bfloat16 scale: a block has, for each head of K and of V, a scale for each of its slots.
 
 One scale for a whole block would make what it holds depend on how it was filled: a later token with greater numbers
 would round those before it again, and so would a refused one. With a scale for each slot a block's bytes follow from
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 SCALE_BYTES = 2
-LEAST = 1e-20  # of a row's greatest number, so that no scale is 0
+LEAST = 1e-20  # the lower bound of a row's greatest number, so that no scale is 0
 
 
 def row_size(dtype: torch.dtype, head_dim: int) -> int:
-    """Elements of a row of a cache of `dtype`."""
+    """Returns the number of elements in a row of a cache of `dtype`."""
     return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
 
 
 def write_kv(kv: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Put k, v (tokens, num_kv_heads, head_dim) into `slots` (tokens,): block * block_size + offset.
+    """Writes k, v (tokens, num_kv_heads, head_dim) to `slots` (tokens,): block * block_size + offset.
 
-    Returns them as the cache holds them.
+    Returns k and v as the cache holds them, rounded if it is int8.
     """
     blocks, offsets = slots // kv.shape[3], slots % kv.shape[3]
     rows = _coded(k) if kv.dtype == torch.int8 else k, _coded(v) if kv.dtype == torch.int8 else v
@@ -36,7 +36,7 @@ def write_kv(kv: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
 
 
 def opened(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of a cache (..., row) as numbers (..., head_dim) of `dtype`."""
+    """Converts rows of a cache (..., row) to numbers (..., head_dim) of `dtype`."""
     if rows.dtype != torch.int8:
         return rows
     scales = rows[..., -SCALE_BYTES:].view(torch.bfloat16).float()

@@ -16,9 +16,9 @@ from tandem.engine.kv.kv_cache import row_size
 
 @dataclass(frozen=True)
 class KVLayout:
-    """A layer's cache is (num_blocks, 2, num_kv_heads, block_size, row) of `kv_dtype`; index 0 is K, 1 is V.
+    """The shape of KV: a layer's cache is (num_blocks, 2, num_kv_heads, block_size, row); index 0 is K, 1 is V.
 
-    `dtype`: what the model computes in, and what KV is in, too, unless `kv_cache_dtype` is int8: see kv_cache.py.
+    `dtype`: the dtype in which the model computes, and of KV unless `kv_cache_dtype` is int8: see kv_cache.py.
     """
 
     model: str
@@ -33,7 +33,7 @@ class KVLayout:
 
     @cached_property
     def hash(self) -> str:
-        """32 hex digits over every field."""
+        """Returns a hash of all fields, 32 hex digits."""
         fields = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return blake2b(fields.encode(), digest_size=16).hexdigest()
 
@@ -43,16 +43,16 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in one layer, K and V."""
+        """The bytes of one block in one layer, K and V together."""
         return math.prod(self.block_shape(1)) * self.kv_dtype.itemsize
 
     def block_shape(self, num_blocks: int) -> tuple[int, int, int, int, int]:
-        """Shape of one layer's cache of `num_blocks` blocks."""
+        """Returns the shape of one layer's cache of `num_blocks` blocks."""
         return num_blocks, 2, self.num_kv_heads, self.block_size, row_size(self.kv_dtype, self.head_dim)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype called `name`; ValueError for one the engine does not compute in."""
+    """Returns the torch dtype called `name`. Raises ValueError for a dtype in which the engine does not compute."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in dtypes:
         raise ValueError(f"dtype: {name!r} is not one of {', '.join(dtypes)}, auto")

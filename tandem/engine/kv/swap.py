@@ -1,9 +1,10 @@
-"""Host memory for the KV of preempted sequences, where reading it back costs less than computing it again.
+"""Host memory for the KV of preempted sequences, used if copying KV back takes less time than computing it again.
 
     preempt   block ──copy──> host block         admit   host block ──copy──> block
 
-Host blocks are numbered on from those of the KV cache, so that one list of copies, done in its order, says all: a block
-is written only after what it held has been copied out. On CPUs host memory is the same memory, and so are these lines.
+Host blocks are numbered after those of the KV cache, so one list of copies serves both directions. The list is carried
+out in order: a block is overwritten only after its contents have been copied out. The code is the same on CPUs, where
+blocks are copied within host memory.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from tandem.engine.device import sent, settle
 from tandem.engine.scheduling import BlockPool
 from tandem.engine.step_cost import StepCost
 
-# Of blocks, (from, to).
+# Copies of blocks: (from, to).
 Copies: TypeAlias = list[tuple[int, int]]
-WEIGHT = 0.2  # of the latest copy in what a block takes
+WEIGHT = 0.2  # the weight of the latest copy in the mean time of copying a block
 
 
 class SwapSpace:
-    """Owns the host's blocks; the scheduler owns what it takes of them. `now` says the time in seconds."""
+    """Owns the host's blocks and lends them to the scheduler. `now` returns the time in seconds."""
 
     def __init__(self, kv_cache: list[Tensor], num_blocks: int, now: Callable[[], float]) -> None:
         self.pool = BlockPool(num_blocks)
@@ -34,15 +35,17 @@ class SwapSpace:
         self._host = [
             torch.empty((num_blocks, *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda) for kv in kv_cache
         ]
-        self._block_s = 0.0  # of copying a block once; nothing until one was
+        self._block_s = 0.0  # mean seconds of copying a block one way; 0 before the first copy
         self._step_cost = StepCost()
 
     def take(self, num_tokens: int, num_blocks: int) -> list[int] | None:
-        """Host blocks for that many, which hold the KV of `num_tokens`; None where there are none left, or where
-        copying them out and back would take longer than computing those tokens."""
+        """Takes host blocks for `num_blocks` blocks with the KV of `num_tokens` tokens.
+
+        Returns None if too few are free, or if copying them out and back would take longer than computing these tokens.
+        """
         base, each = self._step_cost.line()
         if 2 * num_blocks * self._block_s > base + num_tokens * each:
-            self._block_s *= 1 - WEIGHT  # one slow copy is not believed for ever
+            self._block_s *= 1 - WEIGHT  # forget a slow copy after a while
             return None
         blocks = self.pool.take(num_blocks)
         return blocks and [self._num_device_blocks + block for block in blocks]
@@ -53,7 +56,7 @@ class SwapSpace:
     def copy(self, copies: Copies) -> None:
         for (from_host, to_host), run in groupby(copies, key=self._direction):
             pairs = list(run)
-            if not from_host and not to_host:  # one by one: the target of one may be the source of the next
+            if not from_host and not to_host:  # one by one: a copy's target may be the next one's source
                 for source, target in pairs:
                     for kv in self._kv_cache:
                         kv[target] = kv[source]
@@ -64,20 +67,23 @@ class SwapSpace:
             self._block_s += WEIGHT * (taken - self._block_s) if self._block_s else taken
 
     def passed(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens in this time."""
+        """Records that a step computed `num_tokens` tokens in `seconds`."""
         if num_tokens:
             self._step_cost.add(num_tokens, seconds)
 
     def check_integrity(self, swapped: Iterable[list[int]]) -> None:
-        """AssertionError unless exactly the blocks `swapped`, of every live sequence, are held."""
+        """Raises AssertionError unless the taken host blocks are exactly `swapped`, those of all live sequences."""
         self.pool.check_integrity([block - self._num_device_blocks for block in blocks] for blocks in swapped)
 
     def _direction(self, copy: tuple[int, int]) -> tuple[bool, bool]:
         return copy[0] >= self._num_device_blocks, copy[1] >= self._num_device_blocks
 
     def _move(self, pairs: Copies, *, from_host: bool) -> None:
-        """By way of a row of blocks on the device: between that and the host's memory, which is pinned, blocks that are
-        neighbours there go in one copy, and nobody waits but for the last."""
+        """Copies blocks between device and host through a contiguous buffer on the device.
+
+        Blocks that are neighbours in the host's pinned memory go in one copy, and only the end of all copies is waited
+        for.
+        """
         blocks = sorted((s if from_host else t, t if from_host else s) for s, t in pairs)
         runs = list(_runs([there - self._num_device_blocks for there, _ in blocks]))
         device = self._kv_cache[0].device
@@ -92,11 +98,11 @@ class SwapSpace:
                     there.copy_(here, non_blocking=True)
             if from_host:
                 kv[on_device] = row
-        settle(device)  # others may write to these blocks now, on other streams
+        settle(device)  # from now on other streams may write to these blocks
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Ascending numbers by those that follow each other: (place in the list, first of them, how many)."""
+    """Yields the runs of consecutive numbers in an ascending list: (index in the list, first number, length)."""
     for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         members = list(run)
         yield (*members[0], len(members))

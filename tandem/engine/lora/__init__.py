@@ -1,4 +1,4 @@
-"""LoRA adapters: low-rank products added to linear layers, one for each row that wants it. The engine may enter.
+"""LoRA adapters: low-rank products added to linear layers, of each row's own adapter. The engine may enter.
 
 PEFT folder ──read_adapter: checked, scaled──> Adapter ──AdapterStore: RAM, the latest used──> Request.adapter
 a step's rows ──grouped by adapter──> RowAdapters: one small product each, in torch     (kernels/lora.h: in C)

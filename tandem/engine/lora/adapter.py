@@ -1,4 +1,4 @@
-"""One adapter's weights, and what they add to the rows of a step."""
+"""An adapter's weights, and the products that adapters add to the rows of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.engine.models import linear
 
-# The linear layers of a checkpoint, by the fused one of `Decoder` whose outputs they are a part of, in its order.
+# The linear layers of a checkpoint, by the fused layer of `Decoder` that they form, in the order of its outputs.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",), "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
@@ -19,7 +19,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """Adds x `down`^T `up`, (rows, outputs): `down` is (rank, inputs), `up` (rank, outputs), scaled already."""
+    """The factors of a product x `down`^T `up` (rows, outputs): `down` (rank, inputs), scaled `up` (rank, outputs)."""
 
     down: Tensor
     up: Tensor
@@ -27,7 +27,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
-    """`layers[i]` has a LowRank for each linear layer that the adapter changes, by its name in a checkpoint."""
+    """An adapter: `layers[i]` has, by its name in a checkpoint, a LowRank for each linear layer that it changes."""
 
     revision: str
     layers: Sequence[Mapping[str, LowRank]]
@@ -39,10 +39,9 @@ class Adapter:
 
 
 class RowAdapters:
-    """The products that adapters add in one step. `counts[i]` rows, one after the other, are adapted by
-    `adapters[i]`, if any.
+    """The products that adapters add in one step. `adapters[i]`, if not None, adapts the next `counts[i]` rows.
 
-    `sizes` has the outputs of each part of a fused layer.
+    `sizes` has the number of outputs of each part of a fused layer.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class RowAdapters:
         self._runs, self._sizes = list(runs(adapters, counts)), sizes
 
     def __call__(self, layer: int, name: str, x: Tensor, out: Tensor) -> None:
-        """To `out`, which the linear layer `name` made of `x`."""
+        """Adds the adapters' products to `out`, the output of the linear layer `name` for the input `x`."""
         for adapter, begin, end in self._runs:
             first = 0
             for part, size in zip(PARTS[name], self._sizes[name], strict=True):
@@ -61,7 +60,7 @@ class RowAdapters:
 
 
 def runs(adapters: Iterable[Adapter | None], counts: Iterable[int]) -> Iterable[tuple[Adapter, int, int]]:
-    """Neighbouring rows with the same adapter: it, their begin and end."""
+    """Yields (adapter, begin, end) for each run of neighbouring rows with the same adapter, not for rows without."""
     end = 0
     for adapter, members in groupby(zip(adapters, counts, strict=True), key=lambda pair: pair[0]):
         begin, end = end, end + sum(count for _, count in members)

@@ -1,6 +1,6 @@
-"""A PEFT folder, read into an Adapter; what cannot be served is refused by name.
+"""Reading a PEFT folder into an Adapter. Errors name the field or tensor that cannot be served.
 
-adapter_config.json          what was trained, on what, and its scale: lora_alpha / r, or / sqrt(r) with rslora
+adapter_config.json          the layers trained, the base model, the scale: lora_alpha / r, or / sqrt(r) with rslora
 adapter_model.safetensors    base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight (r, inputs) and
                              lora_B.weight (outputs, r)
 """
@@ -29,11 +29,11 @@ MAX_RANK = 256
 WEIGHTS = "adapter_model.safetensors"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NAME = re.compile(r"(?:base_model\.model\.)?(model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])\.weight")
-# Of models with experts, all that adapters may change.
+# The only layers that adapters may change in models with experts.
 _OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-# Layers of checkpoints that hold a fused one whole.
+# Checkpoints' names of layers that are fused as in `Decoder`, and the names there.
 _FUSED: Mapping[str, str] = {"qkv_proj": "qkv", "gate_up_proj": "gate_up"}
-# Fields that change what an adapter computes, with the values that mean nothing.
+# Fields that change what an adapter computes, with the values that leave the field unused.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "bias": (None, "none"), "fan_in_fan_out": (None, False), "use_dora": (None, False), "lora_bias": (None, False),
     "modules_to_save": (None, []), "trainable_token_indices": (None, []), "target_parameters": (None, []),
@@ -44,9 +44,9 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The model that adapters are for; `names` are those it is known by.
+    """The model that adapters are for, and the `names` by which it is known.
 
-    An adapter that says another name is served if its shapes fit, for models are renamed, and the log warns of it.
+    An adapter made for another name is served if its shapes fit, because models get renamed; the log warns of it.
     """
 
     config: ModelConfig
@@ -54,7 +54,7 @@ class Base:
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of each linear layer, by its name in a checkpoint."""
+    """Returns (outputs, inputs) of each linear layer, by its name in a checkpoint."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     return {
@@ -64,7 +64,7 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The same, of the layers as the model's own checkpoint has them."""
+    """Returns (outputs, inputs) of each adaptable layer as the model's own checkpoint has it: perhaps fused."""
     shapes = shapes_of(config)
     for name, fused in _FUSED.items():
         if config.fused_qkv if fused == "qkv" else config.fused_gate_up:
@@ -76,15 +76,16 @@ def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def part_sizes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Outputs of each part of the fused linear layers."""
+    """Returns the number of outputs of each part of the fused linear layers."""
     shapes = shapes_of(config)
     return {name: tuple(shapes[part][0] for part in parts) for name, parts in PARTS.items()}
 
 
 def fingerprint(folder: Path) -> str:
-    """
+    """Returns the revision of the adapter in `folder`: a hash of its files.
+
     Raises:
-        ValueError: a file is not there.
+        ValueError: a file cannot be read.
     """
     digest = blake2b(digest_size=16)
     for name in ("adapter_config.json", WEIGHTS):
@@ -97,7 +98,10 @@ def fingerprint(folder: Path) -> str:
 
 
 def read_adapter(folder: Path, base: Base, place: Tensor) -> Adapter:
-    """With weights like `place` in dtype and device. ValueError says what is wrong with it."""
+    """Reads the adapter in `folder`, with weights of the dtype and on the device of `place`.
+
+    Raises ValueError naming the field or tensor that is wrong.
+    """
     revision = fingerprint(folder)
     try:
         said = json.loads((folder / "adapter_config.json").read_bytes())
@@ -156,7 +160,10 @@ Pairs = dict[tuple[int, str], tuple[str, Tensor, Tensor]]
 
 
 def _pairs(tensors: Iterator[tuple[str, Tensor]], config: ModelConfig) -> Pairs:
-    """A and B of each linear layer, by its layer and name, with its module's full name."""
+    """Returns, by layer number and name, each linear layer's module name, A and B.
+
+    Raises ValueError if one is wrong.
+    """
     found: dict[tuple[int, str], dict[str, Tensor]] = {}
     modules, shapes = dict[tuple[int, str], str](), checkpoint_shapes(config)
     for name, tensor in tensors:

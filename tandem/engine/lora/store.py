@@ -1,9 +1,9 @@
-"""Adapters in memory: the latest used ones, within a budget. Others are read again from where they are.
+"""Adapters in memory: the most recently used, within a budget. Other adapters are read again from their folders.
 
-load ──in memory──────────────> Adapter        its users keep it; the budget counts all that are kept
-     └─ read ─ evict the oldest that nobody else keeps ─ no room: AdapterStoreFull
+load ──in memory──────────────> Adapter        its users keep it; the budget counts all kept adapters
+     └─ read ─ evict the oldest that no user keeps ─ no room: AdapterStoreFull
 
-A path is that of a folder below a directory, or organisation/adapter[@revision] of a hub, where both are allowed.
+A path names a folder below a directory, or organisation/adapter[@revision] on a hub; either may be disallowed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tandem.engine.lora.peft import Base, fingerprint, read_adapter
 
 
 class AdapterStoreFull(Exception):
-    """All adapters in memory are in use; there is no room for another one."""
+    """The error that all adapters in memory are in use, and there is no room for another one."""
 
 
 class AdapterStore:
-    """One model's adapters. Any thread may load; loads come one after the other, and nothing but a load waits for one.
+    """The adapters of a model. Any thread may load; loads run one after the other, and only a load waits for another.
 
-    Folders lie below `directory`, if there is one; `fetch` gives those of a hub, of at most so many bytes. Weights are
-    like `place` in dtype and device, at most `budget` bytes.
+    Folders lie below `directory`, if given; `fetch`, if given, gets a path from a hub, of at most the given bytes.
+    Weights have the dtype and device of `place` and take at most `budget` bytes.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class AdapterStore:
         self._budget, self._base, self._place, self._fetch = budget, base, place, fetch
         self._recent: OrderedDict[str, Adapter] = OrderedDict()
         self._alive: WeakValueDictionary[str, Adapter] = WeakValueDictionary()
-        self._dropped = set[str]()  # while a load runs
+        self._dropped = set[str]()  # revisions dropped since the current load began
         self._lock, self._loading = Lock(), Lock()
 
     def held(self) -> Sequence[str]:
-        """Revisions of the adapters in memory."""
+        """Returns the revisions of the adapters in memory."""
         with self._lock:
             return tuple(self._recent)
 
     def cached(self, revision: str) -> Adapter | None:
-        """The adapter if it is in memory; at once."""
+        """Returns the adapter if it is in memory, else None, without waiting for a load."""
         with self._lock:
             adapter = self._alive.get(revision)
             if adapter is not None:
@@ -58,24 +58,27 @@ class AdapterStore:
             return adapter
 
     def read(self, name: str, path: str) -> AdapterRef:
-        """Load the adapter at `path`, as it is now, and call it `name`. A hub's is pinned to its commit.
+        """Loads the adapter at `path`, as it is now, as `name`. An adapter of a hub is pinned to its commit.
 
         Raises:
-            ValueError: says what is wrong with it.
-            AdapterStoreFull
+            ValueError: the adapter or its path is wrong; the message names how.
+            AdapterStoreFull: all adapters in memory are in use.
         """
         found = self._find(path)
         return AdapterRef(name, found.name, self._load(found.path, fingerprint(found.path)).revision)
 
     def get(self, ref: AdapterRef) -> Adapter:
-        """As `read`; a folder that has changed since it was loaded by that name is refused."""
+        """Returns the adapter `ref`, loading it if necessary.
+
+        Raises what `read` does, and if the folder has changed.
+        """
         adapter = self.cached(ref.revision) or self._load(self._find(ref.path).path, ref.revision)
         if adapter.revision != ref.revision:
             raise ValueError(f"model: adapter {ref.name!r} in {ref.path} has changed since it was loaded")
         return adapter
 
     def drop(self, revision: str) -> None:
-        """It goes as soon as nobody uses it any more."""
+        """Drops the adapter: its memory is freed as soon as its last user ends."""
         with self._lock:
             self._recent.pop(revision, None)
             self._dropped.add(revision)
@@ -101,7 +104,7 @@ class AdapterStore:
             del self._recent[oldest.pop(0)]
 
     def _find(self, path: str) -> Found:
-        """Here, or else on the hub."""
+        """Finds the adapter's folder below the directory, else on the hub. Raises ValueError if neither has it."""
         is_name = is_hub_name(path)
         if self._directory and not path.startswith(HUB):
             folder = (self._directory / path).resolve()

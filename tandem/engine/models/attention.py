@@ -1,6 +1,6 @@
-"""A layer's attention: q, k, v of its input, and out of what their tokens see.
+"""A layer's attention: projections to q, k, v, attention over earlier tokens, and the output projection.
 
-How tokens see the ones before them is `attend`'s business; which of them, and how, is said by the layer's Scope.
+`attend` computes the attention over the tokens before; the layer's Scope defines which tokens, and how.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tandem.engine.models.rope import Angles, rotate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scope:
-    """The tokens that a layer's see: the last `window`, itself one of them; 0: all. `softcap` bounds scores; 0: none.
+    """The tokens that a layer's tokens see: the last `window`, themselves included; 0: all. `softcap` bounds scores.
 
-    Heads also see a sink, which has a score and nothing to say: `sinks` (heads,). Where `is_latent`, what is held as a
-    key and as a value are the halves of one vector, which is both.
+    `sinks` (heads,) are scores of a sink for each head, which takes part in the softmax and has no value. `is_latent`:
+    the cached key and value are the halves of one vector, which serves as both key and value.
     """
 
     window: int = 0
@@ -32,17 +32,16 @@ class Scope:
 
     @property
     def is_plain(self) -> bool:
-        """True where scores are as they come, and sum up to one."""
+        """True if attention is a plain softmax of the scores: no softcap, no sink."""
         return not self.softcap and self.sinks is None
 
 
 class Attend(Protocol):
-    """How tokens see the ones before them."""
+    """A function that computes the attention of a step's tokens over their contexts."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
-        """Attention of q (tokens, heads, head_dim) over k, v (tokens, kv_heads, head_dim) and all before them.
-
-        Returns (tokens, heads, head_dim).
+        """Computes the attention of q (tokens, heads, head_dim) over k, v (tokens, kv_heads, head_dim) of these tokens
+        and of all tokens before them. Returns (tokens, heads, head_dim).
         """
 
 
@@ -65,7 +64,10 @@ class Attention:
         self._q_scale = config.attention_scale * config.head_dim**0.5 if config.attention_scale else 1.0
 
     def __call__(self, x: Tensor, angles: Angles | None, attend: Attend, adapt: Adapt) -> Tensor:
-        """`angles`: of each token; None: places make no difference."""
+        """Computes the layer's attention of x.
+
+        `angles`: the tokens' rotary angles; None: this layer rotates nothing.
+        """
         qkv = self.qkv(x)
         adapt(self.layer, "qkv", x, qkv)
         q, k, v = torch.split(qkv.view(len(x), sum(self.heads), -1), list(self.heads), dim=1)
@@ -81,7 +83,7 @@ class Attention:
         return out
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Each head's numbers, or those of all heads, as many as there are weights."""
+        """Normalizes each head, or all heads together if `weight` has that many numbers."""
         return self._norm(x.reshape(len(x), -1, len(weight)), weight, self.eps).view(x.shape)
 
     def linears(self) -> tuple[Linear, ...]:

@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json`, as every family has it; what a family has of its own is in families.py.
+"""The fields of a Hugging Face `config.json` that all families have; each family's own are in families/.
 
 config.json ── model_type ──> its family's ConfigFile ── facts ──> ModelConfig
             ── rope_parameters | rope_theta + rope_scaling ──> Rope
@@ -16,7 +16,7 @@ from pydantic import Field
 from tandem.checkpoints import ModelFile
 from tandem.engine.models.config import Rope
 
-# Far beyond any model there is: what is larger would fill the machine before it is found to be wrong.
+# A bound far beyond any real model: a wrong, larger size would fill the machine's memory before it is noticed.
 Size = Annotated[int, Field(ge=1, le=2**22)]
 Count = Annotated[int, Field(ge=1, le=2**12)]
 Positive = Annotated[float, Field(gt=0, le=1e12)]
@@ -27,7 +27,7 @@ KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class RopeFile(ModelFile):
-    """`rope_parameters` of transformers 5; before it there were `rope_theta` and `rope_scaling`."""
+    """`rope_parameters` of transformers 5; older versions wrote `rope_theta` and `rope_scaling`."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -45,7 +45,7 @@ class RopeFile(ModelFile):
     truncate: bool = True
     short_factor: Factors | None = None
     long_factor: Factors | None = None
-    # Where layers with a window have others.
+    # Separate parameters of layers without and with a window, if they differ.
     full_attention: RopeFile | None = None
     sliding_attention: RopeFile | None = None
 
@@ -56,10 +56,10 @@ class RopeFile(ModelFile):
 
 
 class ConfigFile(ModelFile):
-    """The fields that every family has. What differs is said by a family's class, in fields, methods and constants."""
+    """The fields that every family has. A family's subclass adds fields and overrides methods and constants."""
 
     default_theta: ClassVar[float] = 10000.0
-    activations: ClassVar[Mapping[str, str]] = {"silu": ""}  # as ModelConfig has them
+    activations: ClassVar[Mapping[str, str]] = {"silu": ""}  # config.json's name to that of ModelConfig
     norm_names: ClassVar[tuple[str, str, str, str]] = ("input_layernorm", "", "post_attention_layernorm", "")
     turns_part: ClassVar[bool] = False  # partial_rotary_factor may be less than 1
 
@@ -88,29 +88,29 @@ class ConfigFile(ModelFile):
     layer_types: Annotated[list[str], Field(max_length=2**12)] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Fields of ModelConfig by which the family differs from others. ValueError names what is not served."""
+        """Returns the family's own fields of ModelConfig. Raises ValueError naming what is not served."""
         return {}
 
     def is_sliding(self, layer: int) -> bool:
-        """True if the layer has a window, where `layer_types` says nothing of it."""
+        """True if the layer has a window; asked only if the config has no `layer_types`."""
         return False
 
     def ropes(self, length: int) -> tuple[Rope, Rope | None]:
-        """For contexts of `length`; and another one of layers with a window, where they have one."""
+        """Returns the Rope for contexts of `length`, and the Rope of layers with a window if they have their own."""
         return self.rope_of(self.rope_parameters or self.rope_scaling or RopeFile(), length), None
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest context."""
+        """The number of tokens of the longest context."""
         rope = self.rope_parameters or self.rope_scaling
-        # With it, max_position_embeddings counts unstretched positions.
+        # With linear scaling, max_position_embeddings counts positions before the stretching.
         is_stretched = rope is not None and (rope.rope_type or rope.type) == "linear"
         return int(self.max_position_embeddings * (rope.factor or 1)) if rope and is_stretched else (
             self.max_position_embeddings
         )  # fmt: skip
 
     def windows(self, length: int) -> tuple[int, ...]:
-        """Tokens that each layer sees, in contexts of `length`; none where no window is shorter."""
+        """Returns how many tokens each layer sees in contexts of `length`, 0 for all; empty if no window is shorter."""
         window, sliding = self.sliding_window, self.sliding_layers
         if not window or window >= length or not sliding:
             return ()
@@ -143,7 +143,7 @@ class ConfigFile(ModelFile):
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that are turned."""
+        """The number of a head's numbers that are rotated."""
         rope = self.rope_parameters or self.rope_scaling
         part = (rope.partial_rotary_factor if rope else None) or self.partial_rotary_factor or 1.0
         if part != 1 and not self.turns_part:
@@ -184,8 +184,8 @@ class ConfigFile(ModelFile):
         return Rope(theta, kind, factor, low, high, original)
 
     def _long_rope(self, rope: RopeFile, length: int, theta: float) -> Rope:
-        """The long factors where a context may become long, in short ones, too: keys that are cached stay as they
-        are."""
+        """Returns a longrope. If contexts may become long, short ones use the long factors too: cached keys are not
+        rotated again."""
         original = self.original_max_position_embeddings or rope.original_max_position_embeddings
         if original is None or original < 2:
             raise ValueError("original_max_position_embeddings is missing")

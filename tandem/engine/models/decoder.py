@@ -1,11 +1,11 @@
-"""The decoder: Llama's, with what other families add to it or leave out.
+"""The decoder: Llama's, with the differences of other families.
 
     input_ids ─ embed ─> x ─┬─ norm, qkv, rope, attend, o ─(+)─┬─ norm, gate_up, silu, down ─(+)─> … ─ norm ─> logits
                             └──────────────────────────────┘   └─────────────────────────────┘
 
-Tokens of all sequences lie in one row, (tokens, …). The model knows nothing of sequences, paging or ranks: how a token
-sees the ones before it is `attend`'s business. Its weights are held once; q, k, v and gate, up are fused, and
-`checkpoint_tensors` says which part of them each tensor of a checkpoint fills.
+Tokens of all sequences lie in one row, (tokens, …). The model knows nothing of sequences, paging or ranks: `attend`
+computes attention over earlier tokens. Weights are held once; q, k, v and gate, up are fused, and `checkpoint_tensors`
+maps each tensor of a checkpoint to the part of a fused weight that it fills.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tandem.engine.quantization import QuantizedWeight, quantize, rounded
 
 
 class DecoderLayer:
-    """`norms`: before and behind attention, before and behind the MLP; None where the family has none."""
+    """A layer. `norms`: before and after attention, before and after the MLP; None where the family has none."""
 
     def __init__(self, config: ModelConfig, layer: int, place: Tensor) -> None:
         self.eps, self._residual_scale = config.rms_norm_eps, config.residual_scale
@@ -61,7 +61,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Weights of `config`, uninitialized, in `dtype` on `device`; fill `checkpoint_tensors`."""
+    """A decoder with uninitialized weights of `dtype` on `device`; the loader fills its `checkpoint_tensors`."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> None:
         place = torch.empty(0, dtype=dtype, device=device)
@@ -70,7 +70,8 @@ class Decoder:
         self.inverse = inverse_frequencies(config.rope, rotated).to(device)
         self._local_inverse = inverse_frequencies(config.local_rope or config.rope, rotated).to(device)
         self.embed: Tensor | QuantizedWeight = place.new_empty(config.vocab_size, config.hidden_size)
-        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))  # as wide as what it scales
+        # Rounded to the dtype of the embeddings that it scales.
+        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
         self.layers = [DecoderLayer(config, layer, place) for layer in range(config.num_layers)]
         self.norm = place.new_empty(config.hidden_size)
         self.lm_head: Tensor | QuantizedWeight = self.embed
@@ -81,9 +82,9 @@ class Decoder:
         self, input_ids: Tensor, positions: Tensor, attend: Attend, adapt: Adapt | None = None,
         enter: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Last hidden states (tokens, hidden_size) of `input_ids` (tokens,) at `positions` (tokens,).
+        """Returns the last hidden states (tokens, hidden_size) of `input_ids` (tokens,) at `positions` (tokens,).
 
-        `enter` is called with each layer's number and what goes into it.
+        `enter` is called with each layer's number and input.
         """
         x = self._embedded(input_ids)
         angles = self._angles(positions, x.dtype)
@@ -94,7 +95,7 @@ class Decoder:
         return x
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles | None]:
-        """Angles of each layer."""
+        """Returns each layer's rotary angles; None for a layer without rotation."""
         config = self.config
         found = local = cos_sin(self.inverse, positions, dtype, config.rope.attention_factor)
         if config.local_rope is not None:
@@ -105,8 +106,10 @@ class Decoder:
         ]
 
     def quantize(self, method: str) -> None:
-        """By int8 or int4 all weights but norms and biases, and an embedding that is not the head, too; by fp8 those of
-        the layers."""
+        """Quantizes the layers' weights by `method`: int8, int4 or fp8. With int8 and int4 the head becomes int8 too.
+
+        Norms, biases and an embedding that is not also the head stay as they are.
+        """
         for part in (part for layer in self.layers for part in layer.linears()):
             assert isinstance(part.weight, Tensor)
             part.weight = rounded(part.weight) if method == "fp8" else quantize(part.weight, method)
@@ -125,7 +128,7 @@ class Decoder:
         return x * self._embed_scale if self._embed_scale else x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(rows, vocab_size) float32 for the hidden states of some tokens, (rows, hidden_size)."""
+        """Returns the logits (rows, vocab_size) float32 of hidden states (rows, hidden_size)."""
         normed = self.normed(hidden)
         found = linear(normed, dense(self.lm_head, normed.dtype)).float()
         if self.config.logits_divisor:
@@ -134,18 +137,18 @@ class Decoder:
         return (found / cap).tanh() * cap if cap else found
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """By the last norm, as the head takes them."""
+        """Applies the last norm, which the head expects, to hidden states."""
         return self._norm(hidden, self.norm, self.config.rms_norm_eps)
 
     def fused(self) -> Iterator[tuple[Linear, tuple[str, ...], tuple[int, ...]]]:
-        """Each linear layer, and the names in a checkpoint and outputs of those that it is made of."""
+        """Yields each linear layer with the checkpoint names and the numbers of outputs of its parts."""
         for number, layer in enumerate(self.layers):
             for part in layer.linears():
                 names = tuple(f"model.layers.{number}.{name}" for name in part.parts)
                 yield part, names, tuple(part.parts.values())
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Every tensor a checkpoint must hold, by its Hugging Face name, as the storage it is to fill."""
+        """Returns, by Hugging Face name, the storage to fill from each tensor that a checkpoint must hold."""
         assert isinstance(self.embed, Tensor)
         assert isinstance(self.lm_head, Tensor)
         tensors = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}

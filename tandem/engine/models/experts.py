@@ -1,6 +1,6 @@
 """A mixture of experts: each token is computed by a few MLPs of many, which a router chooses for it.
 
-x ─ router ─> k experts a token, and shares ─> rows sorted by expert ─> each expert's MLP, once ─> summed by shares
+x ─ router ─> k experts a token, and shares ─> rows sorted by expert ─> each expert's MLP ─> sum weighted by shares
 └─ an MLP that computes all tokens, where the family has one ──────────────────────────────────────(+)─> out
 """
 
@@ -17,16 +17,16 @@ from tandem.engine.models.mlp import MLP
 
 
 class ExpertChooser:
-    """Chooses which experts compute a token, and with what shares."""
+    """Chooses the experts that compute each token, and their shares."""
 
     def __init__(self, config: ExpertsConfig, hidden: int, place: Tensor) -> None:
         self._config, self.weight = config, place.new_empty(config.count, hidden)
         self.bias = place.new_empty(config.count) if config.router_bias else None
-        # Beside the scores where experts are chosen, not in their shares; as wide as they are.
+        # Added to the float32 scores when experts are chosen, but not when shares are computed.
         self.correction = place.new_empty(config.count, dtype=torch.float32) if config.has_correction else None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts and shares (tokens, experts of each)."""
+        """Returns the experts' numbers and their shares, (tokens, experts of each) both."""
         config = self._config
         wide = config.has_wide_router
         scores = linear(x.float() if wide else x, self.weight.float() if wide else self.weight, self.bias).float()
@@ -59,7 +59,7 @@ class ExpertChooser:
 
 
 class Experts:
-    """In the place of a layer's MLP; adapters change nothing of it."""
+    """A mixture of experts in the place of a layer's MLP; adapters do not change it."""
 
     def __init__(self, config: ModelConfig, layer: int, place: Tensor) -> None:
         assert config.experts is not None
@@ -84,7 +84,7 @@ class Experts:
         return out + (of_all if self.shared_gate is None else linear(x, self.shared_gate).sigmoid() * of_all)
 
     def _computed(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Each token as its experts make it: (tokens, experts of each, hidden_size)."""
+        """Returns the chosen experts' outputs for each token: (tokens, experts of each, hidden_size)."""
         of_pairs = chosen.flatten()
         by_expert, ends = of_pairs.argsort(stable=True), of_pairs.bincount(minlength=len(self.experts)).cumsum(0)
         out, start = x.new_empty(len(of_pairs), x.shape[1]), 0
@@ -97,7 +97,9 @@ class Experts:
 
     @staticmethod
     def _summed(computed: Tensor, shares: Tensor) -> Tensor:
-        """In one order, whatever lies beside a token."""
+        """Sums the experts' outputs, weighted by shares, in a fixed order, so other tokens cannot change a token's
+        sum.
+        """
         out = computed[:, 0] * shares[:, 0, None]
         for i in range(1, shares.shape[1]):
             out = out + computed[:, i] * shares[:, i, None]

@@ -1,13 +1,13 @@
-"""Latent attention (MLA): what is held of a token is one vector, of which all heads' keys and values are made.
+"""Latent attention (MLA): the cache holds one vector a token, from which all heads' keys and values derive.
 
     x ─ kv_a ─┬─ norm ─> latent ─┐                                          ┌─ up_v of each head ─ o ─> out
               └─ rope ─> key ────┴─> held: latent | key ─┐                   │
     x ─ q ────┬─ up_k of each head ─> as wide as a latent├─ attend ─> latents' mean
               └─ rope ───────────────────────────────────┘
 
-Keys and values are never made: a query is taken to where the latents are, and what it finds is taken back. So heads
-share one key, latent | key, which is its value, too. A cache has room for keys and values as wide as each other: one
-half of the vector lies in either.
+Keys and values are never computed: queries are projected into the space of latents, and attention's results are
+projected back. So all heads share one key, latent | key, which is also their value. A cache has equal room for keys and
+values: each holds one half of the vector.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.engine.quantization import Fp8Weight
 
 
 class LatentAttention:
-    """In the place of a layer's Attention; adapters change nothing of it."""
+    """Latent attention in the place of a layer's Attention; adapters do not change it."""
 
     def __init__(self, config: ModelConfig, layer: int, place: Tensor) -> None:
         assert config.latent is not None
@@ -44,7 +44,7 @@ class LatentAttention:
         self.kv_b = Linear(latent.rank, {"self_attn.kv_b_proj": self.heads * (latent.key + latent.value)}, False, place)
         self.o = Linear(self.heads * latent.value, {"self_attn.o_proj": hidden}, config.o_bias, place)
         self.scope = Scope(is_latent=True)
-        # attend divides by the root of what it takes for a head's size: the vector's.
+        # `attend` divides scores by the root of the vector's size, which it takes for the head size; undo that here.
         self._q_scale = (2 * config.head_dim) ** 0.5 * config.attention_scale
 
     def __call__(self, x: Tensor, angles: Angles | None, attend: Attend, adapt: Adapt) -> Tensor:
@@ -62,7 +62,8 @@ class LatentAttention:
         return self.o(_by_head(found, up_v).reshape(rows, -1))
 
     def _ups(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Each head's weights, outputs first: (heads, latent, key), and (heads, value, latent)."""
+        """Returns each head's up projections, outputs first: of keys (heads, latent, key), of values (heads, value,
+        latent)."""
         weight = self.kv_b.weight
         whole = weight.dense(dtype) if isinstance(weight, Fp8Weight) else dense(weight, dtype)
         by_head = whole.view(self.heads, -1, self._config.rank)
@@ -82,7 +83,7 @@ class LatentAttention:
 
 
 def _by_head(x: Tensor, weights: Tensor) -> Tensor:
-    """x (tokens, heads, inputs) by weights (heads, outputs, inputs): (tokens, heads, outputs)."""
+    """Multiplies x (tokens, heads, inputs) by heads' weights (heads, outputs, inputs): (tokens, heads, outputs)."""
     if is_exact(x):
         return torch.stack([linear(x[:, head], weight) for head, weight in enumerate(weights)], dim=1)
     return torch.einsum("thi,hoi->tho", x, weights)

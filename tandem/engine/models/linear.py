@@ -1,6 +1,6 @@
-"""Linear layers and norms: what every part of a decoder is made of.
+"""Linear layers and norms, the building blocks of a decoder.
 
-Some are one product of several of a checkpoint's layers: q, k and v; gate and up. `parts` are those, by name.
+A linear layer may fuse several layers of a checkpoint into one product: q, k and v; gate and up. `parts` names them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from tandem.engine.float32 import float32_kernels
 from tandem.engine.quantization import Fp8Weight, QuantizedWeight
 
-# What the float32 kernels do not compute goes to a BLAS, which sums in another order for fewer rows, and for what is
-# left over of a multiple where threads share the rows. MKL's strict mode knows one order; it is read at the first
-# product. Others are given rows in fours.
+# Products that the float32 kernels cannot compute go to a BLAS, which may sum in another order for few rows, and for
+# leftover rows where threads share the rows. MKL's strict mode has one order; MKL reads the variable at its first
+# product. For any other BLAS, rows are padded to a multiple of four.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 ROWS_ALIKE = 4
-# Without the instructions for it torch multiplies bfloat16 number by number: a product of so many rows or more is
-# faster where rows and weights, large as they may be, are made float32 first.
+# On CPUs without bfloat16 instructions torch multiplies bfloat16 number by number: a product of this many rows or more
+# is faster if rows and weights, however large, are converted to float32 first.
 ROWS_WIDENED = 32
 _SLOW_BFLOAT16 = torch._C._has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
@@ -31,7 +31,7 @@ class Adapt(Protocol):
     """A function that adds to the outputs of linear layers."""
 
     def __call__(self, layer: int, name: str, x: Tensor, out: Tensor) -> None:
-        """To `out`, what the linear layer `name` (qkv, o, gate_up or down) made of `x`."""
+        """Adds to `out`, the output of the linear layer `name` (qkv, o, gate_up or down) for the input `x`."""
 
 
 def unadapted(layer: int, name: str, x: Tensor, out: Tensor) -> None:
@@ -39,7 +39,7 @@ def unadapted(layer: int, name: str, x: Tensor, out: Tensor) -> None:
 
 
 class Linear:
-    """`parts`: outputs of each layer of a checkpoint, by its name; they lie one after the other."""
+    """A linear layer. `parts`: the number of outputs of each layer of a checkpoint that it fuses, in order, by name."""
 
     def __init__(self, inputs: int, parts: Mapping[str, int], bias: bool, place: Tensor) -> None:
         self.parts, outputs = dict(parts), sum(parts.values())
@@ -53,7 +53,7 @@ class Linear:
         return linear(x, dense(self.weight, x.dtype), self.bias)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a checkpoint, each as the part of this layer's that it fills."""
+        """Yields each checkpoint tensor's name and the part of this layer's weight or bias that it fills."""
         for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
             if isinstance(tensor, Tensor):
                 for name, part in zip(self.parts, torch.split(tensor, list(self.parts.values())), strict=True):
@@ -61,19 +61,19 @@ class Linear:
 
 
 def is_exact(x: Tensor) -> bool:
-    """True where a row of `x` is to come to the same numbers, bit for bit, whatever rows lie beside it."""
+    """True if a row of `x` must give the same numbers, bit for bit, whatever other rows `x` has."""
     return x.dtype is torch.float32 and x.is_cpu
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As torch's; where that is exact, each row's sums go the same way."""
+    """Computes what torch's linear does; if `x` is exact (is_exact), a row's result does not depend on other rows."""
     if _SLOW_BFLOAT16 and len(x) >= ROWS_WIDENED and x.is_cpu and x.dtype is torch.bfloat16:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
     return _exact_linear(x, weight, bias) if is_exact(x) else F.linear(x, weight, bias)
 
 
 def _exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # The weights of adapters lie turned.
+    # Weights of adapters are transposed views, which the kernels cannot read.
     if weight.stride(1) == 1 and (kernels := float32_kernels()) is not None:
         return kernels.linear(x, weight, bias)
     if missing := -len(x) % ROWS_ALIKE:
@@ -90,5 +90,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_from_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """By weights that say how far they are from 1."""
+    """Normalizes x and multiplies it by 1 + `weight`."""
     return F.rms_norm(x.float(), weight.shape, weight.float() + 1, eps).to(x.dtype)

@@ -11,7 +11,7 @@ from tandem.engine.models.config import ModelConfig
 from tandem.engine.models.linear import Adapt, Linear
 
 GATE_UP_DOWN, FUSED = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
-# Of gpt-oss: gates and ups take turns, and both are bounded.
+# The constants of gpt-oss's activation, whose gates and ups alternate and are both clamped.
 CLAMPED_BOUND, CLAMPED_SLOPE = 7.0, 1.702
 
 
@@ -36,7 +36,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP:
-    """`name`: where it is in a layer of a checkpoint; `parts`: what its layers are called there."""
+    """An MLP. `name`: its name within a layer of a checkpoint; `parts`: the names of its linear layers there."""
 
     def __init__(
         self, config: ModelConfig, layer: int, place: Tensor, name: str = "mlp", inner: int = 0,

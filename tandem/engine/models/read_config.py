@@ -1,4 +1,4 @@
-"""A model folder's config, read into what its decoder needs; what it cannot serve is refused by name."""
+"""Reading a model folder's config into a ModelConfig. Errors name the field that cannot be served."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Family(ModelFile):
 
 
 def read_model_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
-    """Read the model folder at `path`; `max_model_len` shortens the context. ValueError names what is unsupported."""
+    """Reads the config of the model at `path`; `max_model_len` shortens its context. Raises ValueError."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"model_path: {file} does not exist")

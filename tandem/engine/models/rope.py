@@ -1,4 +1,4 @@
-"""Rotary position embedding: a head's first numbers, in pairs, turned by their token's place.
+"""Rotary position embedding: pairs of a head's first numbers are rotated by angles of their token's position.
 
 A pair is number i of either half, or, interleaved, numbers 2i and 2i + 1.
 """
@@ -18,14 +18,14 @@ Angles: TypeAlias = Tensor
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
-    """Radians per position for each pair of `dim` channels: (dim / 2,) float32."""
+    """Returns the radians per position of each pair of `dim` channels: (dim / 2,) float32."""
     inverse = rope.theta ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope.kind == "linear":
         return inverse / rope.factor
     if rope.kind == "longrope":
         return inverse / torch.tensor(rope.factors)
     if rope.kind == "llama3":
-        # Waves that turned often enough within the original context stay; ones that hardly turned slow down.
+        # Frequencies that turn often within the original context stay; frequencies that hardly turn are slowed down.
         turns = rope.original_max_position * inverse / (2 * math.pi)
         keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         keep = keep.clamp(0.0, 1.0)
@@ -37,7 +37,7 @@ def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
 
 
 def _ramp(rope: Rope, dim: int) -> Tensor:
-    """From 0 for pairs that turn `beta_fast` times within the original context to 1 for those that turn `beta_slow`."""
+    """Returns for each pair 0 if it turns `beta_fast` times within the original context, rising to 1 at `beta_slow`."""
     low, high = (
         dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
         for turns in (rope.beta_fast, rope.beta_slow)
@@ -49,14 +49,14 @@ def _ramp(rope: Rope, dim: int) -> Tensor:
 
 
 def cos_sin(inverse: Tensor, positions: Tensor, dtype: torch.dtype, factor: float = 1.0) -> Angles:
-    """Angles of `positions` (tokens,); all numbers times `factor`."""
+    """Returns the cosines and sines of the angles at `positions` (tokens,), multiplied by `factor`."""
     angles = positions.to(torch.float32)[:, None, None] * inverse
     found = torch.stack((angles.cos(), angles.sin()))
     return (found if factor == 1 else found * factor).to(dtype)
 
 
 def rotate(x: Tensor, angles: Angles, interleaved: bool = False) -> Tensor:
-    """Turns each head of `x` (tokens, heads, head_dim) by its token's angles."""
+    """Rotates each head of `x` (tokens, heads, head_dim) by its token's angles."""
     cos, sin = angles
     turned, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)

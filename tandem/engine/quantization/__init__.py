@@ -1,4 +1,4 @@
-"""Weights in few bits: as checkpoints have them, and as they are made here. Models, weights and kernels may enter."""
+"""Weights in few bits: read from checkpoints, or made by the engine. Models, weights and kernels may enter."""
 
 from tandem.engine.quantization.checkpoint_formats import CheckpointFormat, checkpoint_format
 from tandem.engine.quantization.fp8 import Fp8Weight, as_fp8, rounded

@@ -1,8 +1,8 @@
-"""Quantized linear layers as checkpoints on the hub hold them; other kinds than these are refused by name.
+"""The formats of quantized linear layers in checkpoints of the hub; errors name any other format.
 
 quant_method                        tensors of a layer
 gptq           4, 8 bits            qweight (inputs / n, outputs), qzeros (groups, outputs / n), scales, g_idx
-awq            4 bits, gemm         qweight (inputs, outputs / 8), qzeros (groups, outputs / 8), scales; in an own order
+awq            4 bits, gemm         qweight (inputs, outputs / 8), qzeros (groups, outputs / 8), scales; in its order
 compressed-    pack-quantized       weight_packed (outputs, inputs / n), weight_scale, weight_shape, weight_zero_point
 tensors        int-quantized        weight int8, weight_scale
 bitsandbytes   8 bits               weight int8, SCB
@@ -27,29 +27,29 @@ from tandem.engine.quantization.mxfp4 import Mxfp4
 from tandem.engine.quantization.quantization import QuantizedWeight
 
 Shapes = dict[str, tuple[int, ...]]
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs lies in each place, the lowest first
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each of eight places, the lowest bits first
 
 
 class CheckpointFormat(Protocol):
-    """How one linear layer lies in a checkpoint."""
+    """The format of one quantized linear layer in a checkpoint."""
 
     @property
     def marker(self) -> str:
-        """The tensor that only a quantized layer has."""
+        """The name of the tensor that only a quantized layer has."""
 
     def needed(self, outputs: int, inputs: int) -> Shapes:
-        """Tensors of a layer by what follows its name. ValueError where it cannot be of this format."""
+        """Returns the shapes of a layer's tensors, by suffix of its name. Raises ValueError if the sizes do not fit."""
 
     def optional(self, outputs: int, inputs: int) -> Shapes:
-        """Those that may be there, too."""
+        """Returns the shapes of the layer's optional tensors, by suffix of its name."""
 
     def read(self, found: Mapping[str, Tensor], outputs: int, inputs: int) -> QuantizedWeight | Fp8Weight | Tensor:
-        """A tensor is the numbers themselves."""
+        """Converts the layer's tensors to the engine's form; a plain Tensor result is the dequantized weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """`zero_offset` is added to stored zeros: 1 in the first version of the format."""
+    """GPTQ. `zero_offset` is added to stored zeros: 1 in the first version of the format."""
 
     bits: int
     group_size: int
@@ -120,7 +120,7 @@ class PackQuantized:
 
 @dataclass(frozen=True, slots=True)
 class Int8:
-    """Bytes with a scale for each output or group: 1 / `full` of the tensor `scale`."""
+    """Signed bytes with a scale for each output or group: the numbers of the tensor `scale` divided by `full`."""
 
     scale: str
     full: int
@@ -183,11 +183,11 @@ class _Weights(ModelFile):
     strategy: Literal["tensor", "channel", "group"]
     symmetric: bool = True
     group_size: int | None = None
-    actorder: Literal["group", "weight", "static"] | None = None  # with group there is a weight_g_idx
+    actorder: Literal["group", "weight", "static"] | None = None  # "group" comes with a tensor weight_g_idx
 
 
 class _Activations(ModelFile):
-    """8-bit floats only, and not scaled by the checkpoint: each row by its greatest number."""
+    """Activations in 8-bit floats, whose rows are scaled when computed, each by its greatest number."""
 
     type: Literal["float"]
     dynamic: Literal[True]
@@ -215,7 +215,7 @@ _SAID: TypeAdapter[_Said] = TypeAdapter(_Said)
 
 
 def checkpoint_format(said: Any) -> CheckpointFormat:
-    """The format that `quantization_config` names. ValueError names the field that is not supported."""
+    """Returns the format of a `quantization_config`. Raises ValueError naming the field that is not supported."""
     try:
         found = _SAID.validate_python(said)
     except ValidationError as error:
@@ -263,11 +263,11 @@ def _weight(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, order: Tens
 
 
 def _order(found: Mapping[str, Tensor], name: str, group: int) -> Tensor | None:
-    """The inputs group by group, where the tensor `name` says that they do not lie so."""
+    """Returns the inputs ordered by group, from the tensor `name`; None if they lie in that order already."""
     if name not in found:
         return None
     groups, in_order = found[name].long(), torch.arange(len(found[name])) // group
-    if torch.equal(groups, in_order) or bool((groups < 0).all()):  # -1: left as they are
+    if torch.equal(groups, in_order) or bool((groups < 0).all()):  # -1: the inputs keep their order
         return None
     order = groups.argsort(stable=True)
     if not torch.equal(groups[order], in_order):
@@ -276,7 +276,7 @@ def _order(found: Mapping[str, Tensor], name: str, group: int) -> Tensor | None:
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """The numbers of each int32 of the last dimension, the lowest bits first."""
+    """Unpacks the numbers of each int32 along the last dimension, the lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (packed[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
 

@@ -1,6 +1,6 @@
-"""Weights in 4-bit floats (e2m1), two in a byte, each 32 of them with a power of two as their scale.
+"""Weights in 4-bit floats (e2m1), two in a byte; each 32 share a power of two as their scale.
 
-Twice such a number is an integer between -12 and 12, so in the engine's own form of 8 bits it is exactly the same.
+Twice such a number is an integer between -12 and 12, so the engine's own form of 8 bits holds it exactly.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 from tandem.engine.quantization.quantization import QuantizedWeight
 
 GROUP, ZERO = 32, 12
-# Twice each code's number; the fourth bit is its sign.
+# Twice the number of each code; the code's fourth bit is the sign.
 _TWICE = (0, 1, 2, 3, 4, 6, 8, 12)
 _CODES = torch.tensor([ZERO + number for number in _TWICE] + [ZERO - number for number in _TWICE], dtype=torch.uint8)
-_BIAS = 127 + 1  # of stored exponents, and of what is twice the number
+_BIAS = 127 + 1  # the bias of stored exponents, plus 1 because the numbers are doubled
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits a number, made when a model is loaded; activations stay as they are (W8A16, W4A16).
+"""Weights in 8 or 4 bits a number, quantized when a model is loaded; activations are not quantized (W8A16, W4A16).
 
 int8   one scale for each output
 int4   a scale and an offset for each 128 inputs of an output, from the range that leaves the least squared error; the
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 GROUP = 128
-_SHARES = (1.0, 0.9, 0.8)  # of a group's range, to choose from
+_SHARES = (1.0, 0.9, 0.8)  # the shares of a group's range that are tried as the range of codes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """`codes` (outputs, inputs) uint8 below 2 ** `bits`; `scales`, `offsets` (outputs, groups).
+    """A quantized weight: `codes` (outputs, inputs) uint8 below 2 ** `bits`; `scales`, `offsets` (outputs, groups).
 
-    These are bfloat16 where made here, and float32 of a checkpoint that is quantized already. With an `order` (inputs,)
-    column i of the codes is of input order[i]: so inputs that share a scale lie side by side.
+    Scales and offsets are bfloat16 if the engine quantized the weight, float32 if the checkpoint was quantized. With an
+    `order` (inputs,), column i of the codes is input order[i], so that inputs that share a scale lie side by side.
     """
 
     codes: Tensor
@@ -39,7 +39,7 @@ class QuantizedWeight:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
+        """The number of inputs that share a scale."""
         return self.codes.shape[1] // self.scales.shape[1]
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -53,7 +53,7 @@ class QuantizedWeight:
 
 
 def quantize(weight: Tensor, method: str) -> QuantizedWeight:
-    """`weight` (outputs, inputs) by the `method` int8 or int4."""
+    """Quantizes `weight` (outputs, inputs) by the `method` int8 or int4."""
     if method == "int8":
         scales = (weight.float().abs().amax(dim=1, keepdim=True) / 127).bfloat16()
         offsets = -128 * scales

@@ -1,4 +1,4 @@
-"""Grammars in a step: one bit for each row of logits and each token, set where the token may come next."""
+"""Grammars in a step: a bit for each row of logits and each token, set if the grammar allows the token next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem.grammar import Guide
 
 
 class NamedGuide(Guide):
-    """The guide of a sequence, which the crash page names alone while its grammar is followed."""
+    """A guide that notes on the crash page, while it works, that its sequence's grammar is at work."""
 
     def __init__(self, guide: Guide, seq: Sequence, page: CrashPage) -> None:
         self._guide, self._seq, self._page = guide, seq, page
@@ -41,12 +41,15 @@ class NamedGuide(Guide):
         return wrong
 
 
-# (rows, a word for 32 tokens each)
+# Bits of allowed tokens: (rows, words of 32 tokens each).
 Masks = NDArray[np.int32]
 
 
 def masks_of(seqs: Rows[Row], vocab_size: int) -> Masks | None:
-    """None where no row has a grammar. A row whose answer does not follow its grammar gets its `error` set."""
+    """Returns the bits of tokens that each row's grammar allows next; None if no row has a grammar.
+
+    Sets `error` of a row whose answer does not follow its grammar.
+    """
     if all(seq.guide is None for seq in seqs):
         return None
     masks = np.full((len(seqs), -(-vocab_size // 32)), -1, np.int32)
@@ -65,7 +68,7 @@ def masks_of(seqs: Rows[Row], vocab_size: int) -> Masks | None:
 
 
 def forbidden(masks: Masks, logits: Tensor) -> Tensor:
-    """True where a bit is not set: bool, shaped as `logits` and on its device."""
+    """Returns True for each token whose bit is not set: bool, in the shape and on the device of `logits`."""
     words = sent(torch.from_numpy(masks), logits.device)
     bits = words[:, :, None] >> torch.arange(32, device=logits.device, dtype=torch.int32) & 1
     return bits.view(len(masks), -1)[:, : logits.shape[1]] == 0

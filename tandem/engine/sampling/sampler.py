@@ -1,11 +1,11 @@
-"""From logits to tokens, all rows of a step at once.
+"""The sampler: tokens from logits, all rows of a step together.
 
     logits ─ logit_bias ─ repetition, presence, frequency ─ masks ─ grammar ─┬─ temperature 0: argmax
                                                                              └─ / temperature ─ filters ─ draw
     logits ─ log_softmax ─> logprobs: the model's own, before any of the above
 
-A row's token depends on nothing but that row: filters (top_k, top_p, min_p) are thresholds on values, so ties are kept
-whatever order a sort leaves them in, and the draw turns one number made from (seed, token index) into a token by the
+A row's token depends on that row alone. Filters (top_k, top_p, min_p) are thresholds on values, so all tied tokens are
+kept, in whatever order a sort leaves them. The draw turns one number made from (seed, token index) into a token by the
 inverse CDF over the vocabulary in its natural order.
 """
 
@@ -35,19 +35,19 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Choose(Protocol):
-    """How a token comes out of each row: `choose`, or the kernels' way to the same."""
+    """A function that picks each row's token: `choose`, or the kernels' equivalent."""
 
     def __call__(self, logits: Tensor, seqs: Rows[Row], masks: Masks | None = None) -> list[int]:
-        """A token id for each row of `logits` (rows, vocab_size) float32; -1 where its best is no finite number.
+        """Returns a token id for each row of `logits` (rows, vocab_size) float32; -1 if its maximum is not finite.
 
-        With `masks`, of the tokens whose bits are set; `logits` may be written to.
+        With `masks`, picks only tokens whose bits are set. May overwrite `logits`.
         """
 
 
 def sample(logits: Tensor, seqs: Rows[Row], choose: Choose) -> list[SampledToken]:
-    """One token for each row of `logits` (rows, vocab_size) float32, the row of the sequence in `seqs`.
+    """Returns one token for each row of `logits` (rows, vocab_size) float32; row i is that of `seqs[i]`.
 
-    A row that has no finite best gets its `error` set.
+    Sets `error` of a row whose maximum is not finite.
     """
     token_ids = draw(logits, seqs, choose)
     if -1 in token_ids:
@@ -58,9 +58,10 @@ def sample(logits: Tensor, seqs: Rows[Row], choose: Choose) -> list[SampledToken
 
 
 def draw(logits: Tensor, seqs: Rows[Row], choose: Choose) -> list[int]:
-    """The token ids of `sample`, -1 where there is none.
+    """Returns the token ids of `sample`, -1 where none can be drawn.
 
-    Where a grammar and the rest leave nothing, as when it ends before min_tokens, the grammar alone decides.
+    If a grammar and the other parameters together leave no token, as when the grammar ends before min_tokens, the
+    grammar alone decides.
     """
     if all(seq.takes_logits_as_they_are for seq in seqs):
         return choose(logits, seqs)
@@ -75,8 +76,8 @@ def draw(logits: Tensor, seqs: Rows[Row], choose: Choose) -> list[int]:
 
 
 def uniform(seed: int, index: int) -> float:
-    """The random number in [0, 1) of token `index` of a sequence: SplitMix64 (Steele, Lea, Flood 2014), twice."""
-    # 48 bits: times any total, the product stays below that total in float64.
+    """Returns the random number in [0, 1) of token `index`: SplitMix64 (Steele, Lea, Flood 2014), applied twice."""
+    # With 48 bits the number times any float64 total stays below that total.
     return (_mix(_mix(seed + _GOLDEN) + (index + 1) * _GOLDEN) >> 16) / 2.0**48
 
 
@@ -106,19 +107,19 @@ def _add_bias(logits: Tensor, seqs: Rows[Row]) -> None:
 
 
 def _penalize_repetition(logits: Tensor, seqs: Rows[Row]) -> None:
-    """Divide positive scores, multiply negative ones, of every token in the prompt or the answer."""
+    """Divides positive and multiplies negative scores of every token in the prompt or the answer by the penalty."""
     penalized = [row for row, seq in enumerate(seqs) if seq.sampling.repetition_penalty != 1.0]
     if not penalized:
         return
     rows, cells = _seen(penalized, [_ids(seqs[row], 0) for row in penalized], logits)
     penalty = _per_row(logits, seqs, lambda sampling: sampling.repetition_penalty).index_select(0, rows)
-    flat = logits.view(-1)  # along one dimension both ways are ten times as fast
+    flat = logits.view(-1)  # gather and scatter along one dimension are ten times as fast
     scores = flat.index_select(0, cells)
     flat.scatter_(0, cells, torch.where(scores > 0, scores / penalty, scores * penalty))
 
 
 def _penalize_counts(logits: Tensor, seqs: Rows[Row]) -> None:
-    """Subtract presence_penalty once and frequency_penalty per occurrence for every token in the answer."""
+    """Subtracts presence_penalty once and frequency_penalty per occurrence for every token in the answer."""
     penalized = [
         row for row, seq in enumerate(seqs)
         if seq.num_output_tokens and (seq.sampling.presence_penalty or seq.sampling.frequency_penalty)
@@ -136,7 +137,7 @@ def _penalize_counts(logits: Tensor, seqs: Rows[Row]) -> None:
 def _mask_stop_tokens(logits: Tensor, seqs: Rows[Row]) -> None:
     for row, seq in enumerate(seqs):
         if seq.num_output_tokens < seq.sampling.min_tokens:
-            # An id beyond the vocabulary can never be sampled.
+            # Ids beyond the vocabulary are left out: they can never be sampled.
             logits[row, [t for t in seq.sampling.stop_token_ids if 0 <= t < logits.shape[1]]] = -math.inf
 
 
@@ -150,7 +151,7 @@ def _mask_other_tokens(logits: Tensor, seqs: Rows[Row]) -> None:
 
 
 def _mask_bad_words(logits: Tensor, seqs: Rows[Row]) -> None:
-    """The last token of each, where the answer ends with the others."""
+    """Masks the last token of each bad word if the answer ends with the word's other tokens."""
     for row, seq in enumerate(seqs):
         for *before, last in seq.sampling.bad_words_token_ids:
             start = len(seq.token_ids) - len(before)
@@ -167,12 +168,12 @@ def _end_thoughts(logits: Tensor, seqs: Rows[Row]) -> None:
 
 
 def _ids(seq: Row, start: int) -> Tensor:
-    """The sequence's tokens from `start` on, without a copy: let go of it before the sequence grows."""
+    """Views the sequence's tokens from `start` on without a copy; drop the view before the sequence grows."""
     return torch.frombuffer(seq.token_ids, dtype=torch.int64, offset=start * seq.token_ids.itemsize)
 
 
 def _seen(rows: list[int], ids: list[Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Row of each token, and its place in all of `logits`."""
+    """Returns the row of each token in `ids` and the token's index in the flattened `logits`."""
     of_each = torch.tensor(rows).repeat_interleave(torch.tensor([len(row_ids) for row_ids in ids]))
     return sent(of_each, logits.device), sent(of_each * logits.shape[1] + torch.cat(ids), logits.device)
 
@@ -182,7 +183,7 @@ def _per_row(logits: Tensor, seqs: Rows[Row], read: Callable[[SamplingParams], f
 
 
 def choose(logits: Tensor, seqs: Rows[Row], masks: Masks | None = None) -> list[int]:
-    """`Choose` in torch, on any device: a step waits here for the device, once."""
+    """Picks each row's token in torch, on any device; see Choose. This is the step's only wait for the device."""
     if masks is not None:
         logits = logits.masked_fill(forbidden(masks, logits), -math.inf)
     token_ids: list[int] = chosen(logits, seqs).tolist()
@@ -190,7 +191,7 @@ def choose(logits: Tensor, seqs: Rows[Row], masks: Masks | None = None) -> list[
 
 
 def chosen(logits: Tensor, seqs: Rows[Row]) -> Tensor:
-    """Tokens that `choose` has picked: (rows,) on the device, asked for without waiting for it."""
+    """Returns the tokens that `choose` picks, (rows,) on the device, without waiting for the device."""
     best = logits.max(dim=-1)
     token_ids = best.indices
     drawn = [row for row, seq in enumerate(seqs) if seq.sampling.temperature > 0]
@@ -203,15 +204,19 @@ def chosen(logits: Tensor, seqs: Rows[Row]) -> Tensor:
 
 
 def _sent(values: Rows[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """On the device of `like`: `new_tensor` would wait for it."""
+    """Sends values to the device of `like` without waiting for it, as `new_tensor` would."""
     return sent(torch.tensor(values, dtype=dtype or like.dtype), like.device)
 
 
 def _draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -> Tensor:
-    """By the sums of chunks to the chunk, and in it to the token. Of a row without a finite best, anything."""
+    """Draws a token of each row: first its chunk, by the chunks' sums, then the token within the chunk.
+
+    The result of a row without a finite maximum is arbitrary.
+    """
     temperatures = _sent([sampling.temperature * _LN_2 for sampling in params], logits)[:, None]
-    temperatures.clamp_(max=torch.finfo(temperatures.dtype).max)  # else a masked token would be no number
-    # As powers of two: exp takes three times as long. The best is 0, so nothing overflows.
+    # With an infinite temperature a masked token would become NaN.
+    temperatures.clamp_(max=torch.finfo(temperatures.dtype).max)
+    # Weights are powers of two, for exp takes three times as long as exp2. The maximum is 0, so no weight overflows.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures)
     if any(sampling.top_k or sampling.top_p < 1 or sampling.min_p for sampling in params):
         scaled.masked_fill_(scaled < _thresholds(scaled, params)[:, None], -math.inf)
@@ -221,20 +226,21 @@ def _draw(logits: Tensor, params: list[SamplingParams], uniforms: list[float]) -
     chunk = _first_above(cdf, targets)
     inside = _pick(chunks, chunk).double().cumsum(dim=-1)
     left = targets - pad(cdf, (1, 0)).gather(1, chunk)
-    # The chunk's sum may be rounded up: below its own total, the last token with any weight is the last to be found.
+    # The chunk's sum may have been rounded up. Capped below the total of the chunk's own cdf, the target always finds a
+    # token with some weight.
     below = inside[:, -1:].nextafter(inside.new_zeros(()))
     return (chunk * _CHUNK + _first_above(inside, left.minimum(below)))[:, 0]
 
 
 def _chunks(values: Tensor, fill: float) -> Tensor:
-    """(rows, vocab_size) as (rows, chunks, _CHUNK)."""
+    """Views (rows, vocab_size) as (rows, chunks, _CHUNK), padding the last chunk with `fill`."""
     if missing := -values.shape[1] % _CHUNK:
         values = pad(values, (0, missing), value=fill)
     return values.view(len(values), -1, _CHUNK)
 
 
 def _pick(chunks: Tensor, chunk: Tensor) -> Tensor:
-    """One chunk of each row: (rows, _CHUNK)."""
+    """Returns one chunk of each row: (rows, _CHUNK)."""
     return chunks[torch.arange(len(chunks), device=chunks.device), chunk[:, 0]]
 
 
@@ -243,13 +249,13 @@ def _first_above(cdf: Tensor, targets: Tensor) -> Tensor:
 
 
 def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The least value in each row that top_k, top_p and min_p keep: (rows,)."""
+    """Returns the least value in each row that top_k, top_p and min_p keep: (rows,)."""
     lowest = _sent([sampling.min_p for sampling in params], scaled).log2()
     top_k = [row for row, sampling in enumerate(params) if sampling.top_k > 0]
     if top_k:
         _raise_to_top_k(lowest, scaled, top_k, params)
     nucleus = [row for row, sampling in enumerate(params) if sampling.top_k == 0 and sampling.top_p < 1]
-    # Most nuclei lie within a few tokens, and a whole sort is dear; on a GPU, to wait for which do is dearer.
+    # Most nuclei lie within a few tokens, and a whole sort is slow. On a GPU, waiting to learn which do is slower.
     for width in (_NARROW, scaled.shape[1]) if scaled.is_cpu else (scaled.shape[1],):
         if nucleus:
             nucleus = _raise_to_top_p(lowest, scaled, nucleus, params, width)
@@ -257,7 +263,7 @@ def _thresholds(scaled: Tensor, params: list[SamplingParams]) -> Tensor:
 
 
 def _raise_to_top_k(lowest: Tensor, scaled: Tensor, rows: list[int], params: list[SamplingParams]) -> None:
-    """top_k of `rows`, and within it their top_p."""
+    """Raises the thresholds of `rows` to those of top_k and, within it, top_p."""
     k, where = [min(params[row].top_k, scaled.shape[1]) for row in rows], _sent(rows, scaled, torch.int64)
     best = _best(scaled[where], max(k))
     best = best.masked_fill(torch.arange(best.shape[1], device=best.device) >= _sent(k, scaled)[:, None], -math.inf)
@@ -268,7 +274,7 @@ def _raise_to_top_k(lowest: Tensor, scaled: Tensor, rows: list[int], params: lis
 def _raise_to_top_p(
     lowest: Tensor, scaled: Tensor, rows: list[int], params: list[SamplingParams], width: int
 ) -> list[int]:
-    """top_p of those `rows` whose nucleus lies within the `width` best tokens; returns the other ones."""
+    """Raises the thresholds of `rows` to top_p if the nucleus lies within the `width` best; returns the other rows."""
     where = _sent(rows, scaled, torch.int64)
     here = scaled[where]
     best = _best(here, width)
@@ -283,7 +289,7 @@ def _raise_to_top_p(
 
 
 def _best(values: Tensor, width: int) -> Tensor:
-    """The `width` largest values of each row, descending."""
+    """Returns the `width` largest values of each row, descending."""
     if width < values.shape[1]:
         return values.topk(width).values
     return values.sort(dim=-1, descending=True).values
@@ -300,7 +306,7 @@ def _needed(best: Tensor, total: Tensor, top_p: list[float]) -> Tensor:
 
 
 def _report(logits: Tensor, seqs: Rows[Row], token_ids: list[int]) -> list[SampledToken]:
-    """Tokens with log-probabilities for the rows that want them."""
+    """Returns the tokens, with log-probabilities for rows that want them."""
     tokens = list(map(SampledToken, token_ids))
     wanted = [row for row, seq in enumerate(seqs) if seq.sampling.logprobs is not None]
     if not wanted:
@@ -317,7 +323,7 @@ def _report(logits: Tensor, seqs: Rows[Row], token_ids: list[int]) -> list[Sampl
 
 
 def reported(logits: Tensor, token_ids: Rows[int], most: int) -> list[SampledToken]:
-    """The token of each row with its log-probability, its rank and the `most` likely ones."""
+    """Returns each row's token with its log-probability, its rank and the `most` most likely tokens."""
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs[range(len(token_ids)), list(token_ids)]
     ranks = (logprobs >= chosen[:, None]).sum(dim=-1).tolist()

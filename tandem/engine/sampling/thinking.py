@@ -1,6 +1,6 @@
-"""Thoughts that have used up their budget: the mark that ends them is all that may come next.
+"""The budget of thoughts: once it is used up, only the mark that ends the thoughts may come next.
 
-What comes follows from the answer's tokens alone, so an answer that goes on elsewhere goes on the same.
+The forced token follows from the answer's tokens alone, so an answer that resumes on another worker stays the same.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence as Items
 
 from tandem.engine.scheduling import Row
 
-SPACE = 1  # tokens of white space before the mark that begins thoughts
+SPACE = 1  # the most tokens of white space before the mark that begins thoughts
 
 
 def end_of_thoughts(seq: Row) -> int | None:
-    """The token that must come next to end the thoughts; None where any may."""
+    """Returns the token that must come next to end the thoughts; None if any token may."""
     budget, end = seq.sampling.thinking_token_budget, seq.sampling.thinking_end_token_ids
     if budget is None or not end or seq.num_output_tokens < budget:
         return None
@@ -28,7 +28,7 @@ def end_of_thoughts(seq: Row) -> int | None:
 
 
 def _start(answer: array[int], begin: Items[int]) -> int | None:
-    """The index at which thoughts begin; None where the answer has none."""
+    """Returns the index at which the thoughts begin; None if the answer has none."""
     if not begin:
         return 0
     found = _find(answer[: SPACE + len(begin)], begin, 0)

@@ -1,4 +1,4 @@
-"""Chooses what is computed next, in which blocks: sequences, turns, the pool. The engine may enter; no torch."""
+"""Chooses the next step's sequences and their blocks: queues, turns, the block pool. The engine may enter; no torch."""
 
 from tandem.engine.scheduling.answer_lengths import AnswerLengths
 from tandem.engine.scheduling.block_pool import BlockPool

@@ -1,12 +1,12 @@
-"""KV blocks and the prefix cache over them: who may write where, and what can be found again.
+"""KV blocks and the prefix cache over them: which sequences hold which blocks, and which blocks can be found again.
 
     free ──take──> referenced ──register (full, named by its chained hash)──> referenced + cached
       ^                │ release                                                   │ release
       └────────────────┘                 take evicts the oldest first     free but still cached <── match, take: back
                                                                                                     to referenced
 
-A prompt's part-full last block, its tail, is findable too, in use or free, until it is taken anew. It never leaves its
-owner: the sequence that finds it goes on in a copy.
+A prompt's part-full last block, its tail, is findable too, in use or free, until another sequence takes it. Sequences
+never share a tail: one that finds it continues in a copy of it.
 
 `free` is one queue: nameless blocks in front, cached ones behind in the order they were released. A sequence releases
 its last block first, so the leaves of a chain are evicted before the blocks that lead to them.
@@ -21,7 +21,7 @@ from tandem.engine.types import BlockRemoved, BlockStored
 
 
 class BlockPool:
-    """Counts references to physical blocks 0 … num_blocks - 1. Each reference taken is released once."""
+    """Counts references to physical blocks 0 … num_blocks - 1. Callers release each reference they take once."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -37,11 +37,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that no sequence references, cached or not."""
+        """The number of blocks that no sequence references, cached or not."""
         return len(self._free)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix of a chain; they stay unreferenced until taken."""
+        """Returns the blocks of the longest cached prefix of a chain, without taking references to them."""
         found: list[int] = []
         for name in hashes:
             block = self._block_of.get(name)
@@ -51,20 +51,22 @@ class BlockPool:
         return found
 
     def match_tail(self, name: bytes) -> int | None:
-        """A block that begins with these tokens, whose contents may be copied until the next step computes."""
+        """Returns a block that begins with the named tokens, or None; it may be copied until the next step computes."""
         return self._tail_of.get(name, self._block_of.get(name))
 
     def has_room(
         self, num_new: int, cached: Sequence[int] = (), spare: int = 0, leaving: Iterable[Sequence[int]] = ()
     ) -> bool:
-        """True if `take` gets these and leaves `spare` ones free, once the tables `leaving` have been released."""
+        """True if, once the tables `leaving` are released, `take` would succeed and leave `spare` blocks free."""
         held = Counter(block for table in leaving for block in table)
         freed = {block for block, count in held.items() if count == self._references[block]}
         free = len(self._free) + len(freed) - sum(block in self._free or block in freed for block in cached)
         return num_new + spare <= free
 
     def take(self, num_new: int, cached: Sequence[int] = ()) -> list[int] | None:
-        """Reference `cached` blocks and `num_new` more, in this order; None, and nothing taken, without room."""
+        """References `cached` blocks and `num_new` new ones, in this order; without room, takes nothing and returns
+        None.
+        """
         if not self.has_room(num_new, cached):
             return None
         for block in cached:
@@ -81,7 +83,7 @@ class BlockPool:
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Release one reference to each of a sequence's `blocks`, given in logical order."""
+        """Releases one reference to each of a sequence's `blocks`, given in logical order."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -89,9 +91,9 @@ class BlockPool:
                 self._free.move_to_end(block, last=block in self._hash_of)
 
     def register(self, block: int, name: bytes, parent: bytes) -> None:
-        """Make a full, referenced block findable as `name`, whose chain goes on from `parent`.
+        """Makes a full, referenced block findable as `name`, which follows `parent` in its chain.
 
-        Of two blocks with the same contents the one in use is kept findable.
+        If another block with the same contents is findable and in use, that block stays the findable one.
         """
         known = self._block_of.get(name)
         if known is not None and known not in self._free:
@@ -106,7 +108,7 @@ class BlockPool:
             self._stored[name] = parent
 
     def register_tail(self, block: int, name: bytes) -> None:
-        """Make a referenced block findable by the tokens that it begins with."""
+        """Makes a referenced block findable by `name`, the hash of the tokens that it begins with."""
         self._forget_tail(block)
         self._forget_tail(self._tail_of.get(name))
         self._tail_of[name], self._tail_name_of[block] = block, name
@@ -126,7 +128,7 @@ class BlockPool:
             self._removed[name] = None
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
-        """Changes since the last call. Only the net change is kept, so a slow reader costs bounded memory."""
+        """Returns the changes since the last call. Only net changes are kept, so a slow reader costs bounded memory."""
         events: list[BlockStored | BlockRemoved] = []
         if self._removed:
             events.append(BlockRemoved(tuple(self._removed)))
@@ -142,7 +144,7 @@ class BlockPool:
         return events
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
-        """AssertionError unless exactly the blocks of `block_tables`, those of every live sequence, are referenced."""
+        """Raises AssertionError unless the references are exactly those of `block_tables`, the tables of all owners."""
         counted = Counter(block for table in block_tables for block in table)
         for block, references in enumerate(self._references):
             live = counted[block]

@@ -1,11 +1,11 @@
-"""How many prompt tokens a step computes beside decodes that have a target for the time between their tokens.
+"""The number of prompt tokens that a step computes beside decodes with a target for the time between tokens.
 
-A target is in reach where decodes leave something of it: prompts get that. Out of reach it holds nobody back: prompts
-get as much of a step as decodes do, or as much as the oldest of them has waited, up to MOST_STEPS times as much as
-decodes. So little time goes to steps that compute little, and a prompt that has just come makes no long pause.
+A target is in reach if a step of decodes alone takes less time than the target: prompts get the rest. A target out of
+reach is ignored: prompts get as much time of a step as decodes take, or as much as the oldest prompt has waited, up to
+MOST_STEPS times the decodes' time. So few steps compute little, and a prompt that has just arrived makes no long pause.
 
-How long a prompt's tokens take is measured. On a device a step of few takes as long as its weights take to be read: it
-says how long they take at most, and only a longer one how long they do.
+The time of a prompt token is measured. On a GPU a step of few tokens takes as long as reading the weights: it gives
+only an upper bound of a token's time, and only a longer step measures that time.
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ from collections.abc import Collection
 
 from tandem.engine.step_cost import SLOW
 
-# The share of the target that is planned with, for steps differ. Prompts get the rest where decodes take nearly all.
+# The share of the target that a step is planned to take, because steps vary. If decodes take nearly all of that share,
+# prompts get the remaining tenth of the target.
 PLANNED = 0.9
-# The least tokens of prompts in a step: fewer take about as long.
+# The fewest prompt tokens in a step: fewer tokens take about as long.
 LEAST_CHUNK = 16
-# Out of the target's reach, prompts take at most this many times as long as the decodes of the same step.
+# If the target is out of reach, prompts take at most this many times as long as the decodes of the same step.
 MOST_STEPS = 10
-# Of prompts beside decodes that have no target, where nobody has said how many tokens that is.
+# Seconds of prompt tokens in a step beside decodes without a target, where `usual` sets no number of tokens.
 PAUSE_S = 0.1
-# A step of prompts that is no longer than so many of decodes is mostly the reading of weights.
+# A step of prompts alone that takes no longer than this many steps of decodes spends most of its time reading weights.
 MOSTLY_WEIGHTS = 2
 WEIGHT = 1 / 8
 
 
 class Pace:
-    """Knows how long steps took: `passed` after each.
+    """Chooses the prompt tokens of a step from the measured times of earlier steps; call `passed` after each step.
 
-    usual: tokens of prompts beside decodes without a target, and before it is known how long steps take; None: as many
-    as take PAUSE_S. No chunk is larger than `most`.
+    usual: prompt tokens beside decodes without a target, and while step times are unknown; None: as many as take
+    PAUSE_S. No chunk is larger than `most`.
     """
 
     def __init__(self, most: int, usual: int | None) -> None:
         self._most, self._usual = most, usual
         self._decode_s = self._token_s = 0.0
-        self.stepped_s = 0.0  # by all steps: the clock for how long prompts wait
+        self.stepped_s = 0.0  # seconds of all steps so far: the clock for how long prompts wait
 
     def passed(self, num_prefilled: int, num_written: int, seconds: float) -> None:
-        """A step has computed so many prompt tokens and decoded so many sequences."""
+        """Records a step that computed `num_prefilled` prompt tokens and decoded `num_written` sequences."""
         self.stepped_s += seconds
         decode_s, prompts_s = self._decode_s if num_written else 0.0, self._token_s * num_prefilled
         if num_written and not num_prefilled:
@@ -54,19 +55,21 @@ class Pace:
             self._token_s = _average(self._token_s, each)
 
     def _correct(self, decode_s: float, prompts_s: float, num_prefilled: int, seconds: float) -> None:
-        """Put what was not expected of a step of both down to the larger part, mostly. So it is seen that decodes
-        have become slower also where there are prompts in every step."""
+        """Corrects both estimates by a mixed step's unexpected time, the larger part more.
+
+        So slower decodes are noticed even if every step has prompts.
+        """
         expected = decode_s + prompts_s
         change = WEIGHT * (min(seconds, SLOW * expected) - expected) / (decode_s**2 + prompts_s**2)
         self._decode_s += change * decode_s**2
         self._token_s += change * prompts_s**2 / num_prefilled
 
     def chunk(self, targets: Collection[float], *, joins: bool, joined: bool, waited_s: float) -> int:
-        """Beside decodes with these targets. `waited_s`: for how long the oldest prompt has waited.
+        """Returns the prompt tokens of a step beside decodes with `targets`. `waited_s`: the oldest prompt's wait.
 
-        A sequence that joins has its first token already, and waits for the step under way before its own. Where
-        one `joins`, this step and the next one together keep the target if they can: the next, to which it has then
-        `joined`, computes the least of prompts.
+        A sequence that joins has its first token already and waits for the step under way before its first own step.
+        If one may join (`joins`), this step and the next together keep the target if they can. In the next step, once
+        it has `joined`, prompts get the fewest tokens.
         """
         usual = self._without_target()
         if not targets or not self._decode_s or not self._token_s:

@@ -1,9 +1,9 @@
 """Chooses the tokens of the next step: one budget, shared by decode and chunked prefill.
 
-    1 outrank   a waiting sequence takes blocks and seat of running ones of a lower priority, the last in order first,
-                where it needs them
+    1 outrank   a waiting sequence takes blocks and seat of running sequences of a lower priority, the last first,
+                if it needs them
     2 decode    every running sequence with one token left gets it; when blocks run out the last one in order is
-                preempted: it releases its blocks, and waits to compute everything again or to be copied back
+                preempted: it releases its blocks, and waits to be computed again or copied back
     3 prefill   prompts get what remains of the budget, each in its turn; beside a decode, it is cut to what the
                 decodes' targets leave, or to max_prefill_beside_decode (pace.py), so that no decode waits for a long
                 chunk
@@ -11,17 +11,18 @@
                 whose prefix another prefills, or a transfer brings, waits for it, then takes those blocks and copies
                 the part-full last one
 
-Order is (priority, arrival), but prompts of a priority are prefilled by their turn: the tokens that had been prefilled
-when it came, and those that it brings. So a short one does not stand in line behind long ones, and a long one is passed
-by no more tokens of others than it has itself. Who was preempted goes on before anyone new.
+Order is (priority, arrival), but prompts of one priority are prefilled by their turn: the number of tokens prefilled
+before the prompt arrived plus its own. So a short prompt does not queue behind long ones, and prompts that overtake a
+long prompt have together no more tokens than it has. A preempted sequence resumes before any new one begins.
 
-A reservation holds blocks for the prompt and what is likely to follow, and outranks as well; beyond that its sequence
-grows as any other does. While it waits for its prompt it is not preempted, but that wait is bounded. So the sequences
-before any other one end, and it then has all blocks to itself: none waits for ever. New reservations do not pass a
-preempted sequence that comes before them, and both leave a block for each running one, or would be preempted at once.
+A reservation holds blocks for the prompt and a likely answer, and may preempt sequences of a lower priority; beyond
+that its sequence grows as any other does. While it waits for its prompt it cannot be preempted, but that wait is
+bounded. So all sequences before a given one end, and it then has all blocks to itself: no sequence waits forever. New
+reservations do not overtake a preempted sequence that comes before them. Both leave one block free for each running
+sequence, or they would be preempted immediately.
 
-A suspect, of which another engine may have died, is alone in its steps; every other step is for all others. Those that
-begin apart take part in these one after another, each from when the one before it has begun.
+A suspect, which may have killed another engine, is alone in its steps; every other step is for all other sequences.
+Sequences that begin apart join these steps one at a time, each only after the one before it has begun.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from tandem.engine.scheduling.sequence_blocks import BlockNeed, SequenceBlocks
 
 
 class Scheduled(NamedTuple):
-    """The next `num_tokens` tokens of a sequence. `samples`: nothing is left to compute then, a new token follows."""
+    """The next `num_tokens` tokens of a sequence. `samples`: these are the last known tokens, so a new one is drawn."""
 
     seq: Sequence
     num_tokens: int
@@ -61,7 +62,7 @@ class Batch:
 
 
 class SequenceQueue:
-    """Sequences in an order that does not change while they are in it."""
+    """Sequences sorted by `order`, which must not change for a sequence in the queue."""
 
     def __init__(self, order: Callable[[Sequence], tuple[int, ...]]) -> None:
         self.order = order
@@ -87,7 +88,7 @@ class SequenceQueue:
 
 
 class Scheduler:
-    """Owns every live sequence; the blocks that it has them take are released when they leave."""
+    """Owns every live sequence and has blocks taken for it; a sequence's blocks are released when it leaves."""
 
     def __init__(
         self,
@@ -98,18 +99,18 @@ class Scheduler:
         max_num_seqs: int,
         overlaps: bool = False,
     ) -> None:
-        """overlaps: sequences that write get the next step's block with this one's, so that it can be launched."""
+        """overlaps: decoding sequences also get the block of the next step, so that it can be launched ahead."""
         self.overlaps = overlaps
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         self._pace = pace
-        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # so that one step can hold every decode
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # one step can hold every decode
         self._num_prefilled_tokens = self.num_preempted = self.num_swapped = 0
-        self._has_joined = False  # since the last step
-        self.suspects: dict[Sequence, None] = {}  # in order of arrival
-        self._alone: Sequence | None = None  # in the step that was scheduled last
-        self.apart: dict[Sequence, None] = {}  # that have not begun yet, in order of arrival
-        self._beginning: Sequence | None = None  # the one of these that may take part
+        self._has_joined = False  # True if a sequence has joined since the last step
+        self.suspects: dict[Sequence, None] = {}  # suspects in order of arrival
+        self._alone: Sequence | None = None  # the suspect of the last scheduled step, if any
+        self.apart: dict[Sequence, None] = {}  # sequences yet to begin apart, in order of arrival
+        self._beginning: Sequence | None = None  # the sequence of `apart` that may begin now
         self._moved: list[Sequence] = []
         self._queues = {
             status: SequenceQueue(_turn if status is Status.WAITING else lambda seq: seq.key) for status in Status
@@ -120,8 +121,8 @@ class Scheduler:
         self._enter(seq, Status.WAITING)
 
     def reserve(self, seq: Sequence, num_tokens: int, outranks: bool) -> bool:
-        """Take blocks for `num_tokens` tokens and park the sequence; False without room for it. Unless it `outranks`
-        others, only what is free is taken: nothing changes for those that run."""
+        """Takes blocks for `num_tokens` tokens and parks the sequence; False if there is no room. If it `outranks`,
+        sequences of lower priority may be preempted for it; otherwise only free blocks are taken."""
         if any(s.was_preempted and s.key < seq.key for s in self.waiting):
             return False
         need = BlockNeed(num_tokens, seq.num_prompt_tokens, leaves_spare=True)
@@ -133,7 +134,7 @@ class Scheduler:
         return True
 
     def join(self, seq: Sequence) -> None:
-        """The KV of a reserved sequence's whole prompt is in place: run it."""
+        """Runs a reserved sequence, whose prompt's KV is complete in its blocks."""
         seq.num_computed_tokens = seq.num_prompt_tokens
         self.blocks.register(seq)
         self.blocks.register_tail(seq)
@@ -141,7 +142,7 @@ class Scheduler:
         self._has_joined = True
 
     def remove(self, seq: Sequence) -> None:
-        """The sequence leaves, whatever it was doing."""
+        """Removes a sequence in any status and releases its blocks."""
         self._queues[seq.status].remove(seq)
         self.suspects.pop(seq, None)
         self.apart.pop(seq, None)
@@ -162,14 +163,18 @@ class Scheduler:
         return []
 
     def go_on(self, under_way: list[Scheduled]) -> list[Scheduled]:
-        """The step that was launched already, instead of a new one."""
+        """Returns the step that was launched ahead, as this step's schedule; extends its sequences by a block if
+        needed.
+        """
         self.blocks.release_lent()
         self._extend(under_way)
         return under_way
 
     def following(self, batch: list[Scheduled], max_model_len: int) -> list[Sequence]:
-        """Those of `batch` that write a token in the step after it, whatever this one's will be; nobody where that step
-        may have to hold others, too, or more of theirs."""
+        """Returns the sequences of `batch` that surely decode in the next step too, whatever token this step draws.
+
+        Returns none if the next step may have to compute other sequences, or more than one token of these.
+        """
         if not self.overlaps or self.suspects or self.apart or len(batch) != len(self.running):
             return []
         if not all(item.num_tokens == 1 and item.samples and item.seq.overlaps for item in batch):
@@ -185,12 +190,14 @@ class Scheduler:
                 self.blocks.extend(item.seq, 1)
 
     def take_moved(self) -> list[Sequence]:
-        """Those that have begun to run, or to wait, since the last call; some may have left since."""
+        """Returns the sequences that began to run or to wait since the last call; some may have left the engine."""
         moved, self._moved = self._moved, []
         return moved
 
     def _turns(self) -> list[Sequence | None]:
-        """A suspect that is to be alone, and None for everybody else: first the one that did not have the last step."""
+        """Returns the turns to try: a suspect alone, or None for all others; first the turn that the last step was
+        not.
+        """
         suspect = next((seq for seq in self.suspects if seq.status is not Status.RESERVED), None)
         if suspect is None:
             return [None]
@@ -200,17 +207,19 @@ class Scheduler:
         return seq is self._alone if self._alone is not None else seq not in self.suspects and not self.waits_apart(seq)
 
     def waits_apart(self, seq: Sequence) -> bool:
-        """True if another one has to begin before it."""
+        """True if another sequence has to begin before this one."""
         return seq in self.apart and seq is not self._beginning
 
     def _begin_apart(self) -> None:
-        """Chooses who begins: first one that has its blocks already, for which others may wait."""
+        """Chooses the next sequence to begin apart: one that holds blocks, for which others may wait, before all
+        others.
+        """
         if not self.apart or (self._beginning in self.apart and self._beginning.status is Status.RUNNING):
             return
         ready = [seq for seq in self.apart if seq.status is not Status.RESERVED]
         self._beginning = min(ready, key=lambda seq: seq.status is not Status.RUNNING, default=None)
         if self._beginning is not None and self._beginning.slot != NOBODY:
-            self._moved.append(self._beginning)  # the crash page names it from now on
+            self._moved.append(self._beginning)  # the crash page names this sequence from now on
 
     def _schedule(self) -> list[Scheduled]:
         batch = Batch(self.max_num_batched_tokens)
@@ -225,17 +234,21 @@ class Scheduler:
         return batch.scheduled
 
     def _beside(self, decodes: list[Scheduled], joined: bool, begun: list[Sequence]) -> int:
-        """How much of prompts a step with these may prefill. `joined`: some have waited for the step before."""
+        """Returns how many prompt tokens a step with `decodes` may prefill.
+
+        `joined`: one has joined since the last step.
+        """
         targets = {item.seq.itl_target_s for item in decodes if item.seq.itl_target_s}
         waited_s = self._pace.stepped_s - min(seq.waits_since for seq in chain(begun, self.waiting))
         return self._pace.chunk(targets, joins=len(self.reserved) > 0, joined=joined, waited_s=waited_s)
 
     def _schedule_decodes(self, batch: Batch) -> list[Sequence]:
-        """Returns the running sequences with more than one token left."""
+        """Schedules running sequences with one token left; returns the running sequences with more tokens left."""
         longer = []
         some = self.suspects or self.apart
         for seq in tuple(filter(self._takes_part, self.running) if some else self.running):
-            # Preempted ones come later in the order than the one that needed their blocks, so none is in the batch.
+            # A preempted sequence comes later in the order than the one that took its blocks, so it is not in the
+            # batch.
             if seq.status is not Status.RUNNING:
                 continue
             if seq.num_uncomputed_tokens > 1:
@@ -246,7 +259,9 @@ class Scheduler:
         return longer
 
     def _grow(self, seq: Sequence) -> bool:
-        """Make room for its last token, preempting the last one; False if that was the sequence itself."""
+        """Takes a block for the sequence's last token, preempting last sequences; False if that preempted `seq`
+        itself.
+        """
         while not self.blocks.grow(seq):
             last = next(reversed(self.running))
             self._preempt(last)
@@ -262,8 +277,8 @@ class Scheduler:
             self._admit(seq)
 
     def _make_room(self, seq: Sequence, need: BlockNeed) -> bool:
-        """Preempt those of lower priority, the last in order first, as far as that is needed; False, and nobody is
-        preempted, where it would not do."""
+        """Preempts as many sequences of lower priority as `need` takes, the last in order first. Returns False, and
+        preempts none, if preempting all of them would not suffice."""
         outranked = [other for other in reversed(self.running) if other.priority > seq.priority]
         if not self._has_room(seq, need, outranked):
             return False
@@ -271,7 +286,7 @@ class Scheduler:
             if self._has_room(seq, need):
                 break
             self._preempt(other)
-        return self._has_room(seq, need)  # not while a sink still reads what they left
+        return self._has_room(seq, need)  # False while a sink still reads blocks of a preempted sequence
 
     def _preempt(self, seq: Sequence) -> None:
         self.num_swapped += self.blocks.swap_out(seq)
@@ -280,7 +295,10 @@ class Scheduler:
         self._move(seq, Status.WAITING)
 
     def _schedule_prefills(self, batch: Batch, begun: list[Sequence]) -> None:
-        """Those begun and those that wait, each in its turn; nobody passes a waiting one for whom there is no room."""
+        """Schedules prompts, begun and waiting ones, by turn.
+
+        No waiting sequence overtakes one for which there is no room.
+        """
         coming = self._coming() if self.waiting else set()
         has_room = True
         left = batch.budget
@@ -299,7 +317,7 @@ class Scheduler:
         self._num_prefilled_tokens += left - batch.budget
 
     def _admit(self, seq: Sequence) -> bool:
-        """False where there is no room."""
+        """Takes blocks for a waiting sequence and runs it; False if there is no room."""
         need = self._need(seq)
         if not self._has_room(seq, need):
             return False
@@ -311,13 +329,12 @@ class Scheduler:
         return BlockNeed(seq.num_tokens, seq.num_tokens, leaves_spare=seq.was_preempted)
 
     def _has_room(self, seq: Sequence, need: BlockNeed, leaving: Items[Sequence] = ()) -> bool:
-        """True if there are a seat and blocks, once those `leaving` the running ones have."""
+        """True if there are a seat and blocks for `seq`, once the sequences `leaving` have left."""
         has_seat = self._num_free_seats() + len(leaving) > 0
         return has_seat and self.blocks.has_room(seq, need, len(self.running), leaving)
 
     def _coming(self) -> set[bytes]:
-        """Names of the blocks, part-full ones too, that running sequences will have filled when they are prefilled, and
-        of those that transfers bring."""
+        """Returns the names of blocks, part-full ones included, that running prefills will fill or transfers bring."""
         return self.blocks.moving.coming().union(
             *(self.blocks.to_be_prefilled(seq) for seq in self.running if seq.num_uncomputed_tokens > 1)
         )
@@ -346,7 +363,7 @@ class Scheduler:
         self._enter(seq, status)
 
     def check_integrity(self) -> None:
-        """AssertionError if a sequence is not where its status says, or its blocks are not as they should be."""
+        """Raises AssertionError if a sequence is not in the queue of its status, or if its blocks are wrong."""
         for status, queue in self._queues.items():
             keys = [queue.order(seq) for seq in queue]
             assert keys == sorted(set(keys)), f"{status.value} is out of order: {keys}"

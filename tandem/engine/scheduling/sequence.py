@@ -1,4 +1,4 @@
-"""One request inside the engine.
+"""A request inside the engine.
 
 add ──> WAITING ──admit──> RUNNING ──stop, length, error, abort──> gone
            ^                 │ ^
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from tandem.engine.lora import Adapter
     from tandem.grammar import Guide
 
-# Who begins apart has begun with so many tokens: prefill's, and that of a step in which nobody else began.
+# A sequence that begins apart has begun at this many tokens: prefill's, and one of a step in which no other began.
 BEGUN_TOKENS = 2
 DRAW = struct.Struct("=dddqQ")  # `struct draw` of kernels/sampling.h
 
 
 class BlockUser(Protocol):
-    """Who uses blocks beside their sequence, while `reading`: what copies them, or a step that may still write to
-    them."""
+    """A user of a sequence's blocks besides the sequence, while `reading`: a sink that copies them, or a step that may
+    still write to them."""
 
     @property
     def reading(self) -> bool: ...
@@ -45,7 +45,7 @@ class Status(enum.Enum):
 
 
 class Pooling(Protocol):
-    """Makes one vector of a prompt's hidden states; perhaps of all of them."""
+    """Makes one vector of a prompt's hidden states. `reads_all`: it needs the state of every prompt token."""
 
     reads_all: bool
 
@@ -54,20 +54,20 @@ class Pooling(Protocol):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """A request's tokens, how many of them have KV, and where that KV lies.
+    """A request's tokens, how many of them have KV, and the blocks that hold that KV.
 
-    The first `num_prompt_tokens` came with the request; its answer begins at `answer_start`, before their end where
-    another engine has written the first tokens of it.
+    The first `num_prompt_tokens` came with the request. The answer begins at `answer_start`, which is below
+    `num_prompt_tokens` if another engine has written the answer's first tokens.
 
     The scheduler owns `block_table` and `status`; the engine appends tokens. `key` orders sequences in every queue.
-    `turn`: when its prompt is prefilled, among those of its priority. `waits_since`: of the seconds of all steps, those
-    that had passed when it came to wait.
+    `turn` orders the prefills of one priority. `waits_since`: the clock of step seconds (Pace.stepped_s) when the
+    sequence began to wait.
     `slot` is its place in the crash page while it runs. A suspect computes alone until it has `alone_until` output
-    tokens, and no other begins beside one until it has `apart_until`.
-    `num_reserved_blocks`: kept although fewer may do for now. `swapped_blocks` hold its KV while it is preempted.
-    `proposed` are the tokens that a step tries ahead; `chance` is how often such were right of late, and the draft
-    model has KV for `num_drafted_tokens` of `token_ids`. Of `num_prompt_logprobs` to be reported `prompt_logprobs` are
-    there so far.
+    tokens. While a sequence has fewer than `apart_until`, no other sequence that begins apart may begin.
+    `num_reserved_blocks` stay with it even if fewer suffice for now. `swapped_blocks` hold the KV of a preempted one.
+    `proposed` are the tokens that a step tries ahead; `chance` is the share of recent proposals that were right. The
+    draft model has KV for the first `num_drafted_tokens` tokens. `prompt_logprobs` has the log-probabilities so far,
+    of `num_prompt_logprobs` to report.
     """
 
     request_id: str
@@ -106,10 +106,10 @@ class Sequence:
     prompt_logprobs: list[SampledToken] = field(default_factory=list)
     pool: Pooling | None = None
     adapter: Adapter | None = None
-    under_way: BlockUser | None = None  # the last step that was launched with it
+    under_way: BlockUser | None = None  # the last step launched with this sequence
     answer_start: int = field(init=False)
-    draw: bytes = field(init=False)  # what a draw depends on, as the kernels read it
-    adjusts: bool = field(init=False)  # whether logits change before every choice
+    draw: bytes = field(init=False)  # the sampling parameters of a draw, packed for the kernels
+    adjusts: bool = field(init=False)  # True if logits are adjusted before every choice
 
     def __post_init__(self) -> None:
         self.answer_start = self.num_prompt_tokens - self.num_prior_tokens
@@ -127,12 +127,12 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of the answer so far, those of another engine included."""
+        """The number of answer tokens so far, including those that another engine wrote."""
         return len(self.token_ids) - self.answer_start
 
     @property
     def is_prefilling(self) -> bool:
-        """True until a first token has been sampled here."""
+        """True until this engine has sampled a token of the sequence."""
         return len(self.token_ids) == self.num_prompt_tokens
 
     @property
@@ -141,12 +141,12 @@ class Sequence:
 
     @property
     def was_preempted(self) -> bool:
-        """True while it waits to continue where it was."""
+        """True while the sequence waits to resume after a preemption."""
         return self.status is Status.WAITING and not self.is_prefilling
 
     @property
     def reads_whole_prompt(self) -> bool:
-        """True if cached blocks do not help: logits, or hidden states, of every prompt token are wanted."""
+        """True if cached blocks do not help, because logits or hidden states of every prompt token are wanted."""
         wants_states = self.pool is not None and self.pool.reads_all and self.is_prefilling
         return len(self.prompt_logprobs) < self.num_prompt_logprobs or wants_states
 
@@ -160,12 +160,12 @@ class Sequence:
 
     @property
     def reader(self) -> BlockUser | None:
-        """Who still uses its blocks, if anybody does."""
+        """The sink or step that still uses the sequence's blocks, if any does."""
         return next((one for one in (self.sink, self.under_way) if one is not None and one.reading), None)
 
     @property
     def overlaps(self) -> bool:
-        """True if its next step needs of this one only its token, which the device has."""
+        """True if the sequence's next step needs only the drawn token of this step, which the device has."""
         logits = self.takes_logits_as_they_are and self.sampling.logprobs is None
         return logits and not self.is_prefilling and self.sink is None and self.speculative.method == "none"
 
@@ -174,7 +174,7 @@ class Sequence:
         return not self.adjusts and len(self.token_ids) - self.answer_start >= self.sampling.min_tokens
 
     def tokens_between(self, start: int, end: int) -> array[int]:
-        """Tokens `start` … `end`, of which the last may be proposed ones."""
+        """Returns tokens `start` … `end`; positions after the known tokens take proposed ones."""
         known = len(self.token_ids)
         if end <= known:
             return self.token_ids[start:end]
@@ -184,8 +184,8 @@ class Sequence:
         return min(self.sampling.max_tokens - self.num_output_tokens, max_model_len - self.num_tokens)
 
     def check_stop(self, max_model_len: int) -> FinishReason | None:
-        """Finish reason after the last token, if any: STOP or LENGTH ends the sequence. Below min_tokens no stop
-        token is sampled."""
+        """Returns STOP or LENGTH if the last token ends the sequence, else None. The sampler draws no stop token before
+        min_tokens."""
         sampling, num_tokens = self.sampling, len(self.token_ids)
         if self.token_ids[-1] in sampling.stop_token_ids:
             return FinishReason.STOP
@@ -195,7 +195,7 @@ class Sequence:
 
 
 class Row(Protocol):
-    """A sequence as the sampler sees it, for one row of logits. `error` is set where no token comes."""
+    """A sequence as the sampler sees it, for one row of logits. The sampler sets `error` if it cannot draw a token."""
 
     error: str | None
 
@@ -213,7 +213,7 @@ class Row(Protocol):
     def guide(self) -> Guide | None: ...
     @property
     def ahead(self) -> array[int]:
-        """Those of `token_ids` that are only proposed, the last ones."""
+        """The last tokens of `token_ids`, which are only proposed."""
 
     @property
     def takes_logits_as_they_are(self) -> bool: ...
@@ -221,7 +221,7 @@ class Row(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Ahead:
-    """A sequence as a `Row`, as it will be if its first `count` proposed tokens are the ones drawn."""
+    """A `Row` that shows a sequence as it will be if its first `count` proposed tokens are accepted."""
 
     seq: Sequence
     count: int
@@ -261,23 +261,23 @@ class Ahead:
 
 
 class BlockHashes:
-    """The chained hashes of a sequence's full blocks, extended as it grows."""
+    """The chained hashes of a sequence's full blocks, extended as the sequence grows."""
 
     def __init__(self, root: bytes, block_size: int) -> None:
         self._chain, self._block_size = [root], block_size
 
     def up_to(self, token_ids: array[int], num_blocks: int) -> list[bytes]:
-        """Names of the first `num_blocks` blocks of `token_ids`, which must be full."""
+        """Returns the names of the first `num_blocks` blocks of `token_ids`, which must be full."""
         self._extend(token_ids, num_blocks)
         return self._chain[1 : num_blocks + 1]
 
     def link(self, token_ids: array[int], block: int) -> tuple[bytes, bytes]:
-        """Name and parent's name of one full block."""
+        """Returns the name of one full block and its parent's name."""
         self._extend(token_ids, block + 1)
         return self._chain[block + 1], self._chain[block]
 
     def tail(self, token_ids: array[int], num_tokens: int) -> bytes:
-        """Name of the first `num_tokens` tokens' last block, which may be part-full."""
+        """Returns the name of the last block of the first `num_tokens` tokens, which may be part-full."""
         block = (num_tokens - 1) // self._block_size
         self._extend(token_ids, block)
         return next_hash(self._chain[block], token_ids[block * self._block_size : num_tokens])
@@ -289,7 +289,7 @@ class BlockHashes:
 
 
 def new_sequence(request: Request, arrival: int, layout: KVLayout, speculative: Speculative = OFF) -> Sequence:
-    """A sequence that waits for its turn; `arrival` counts up with every request."""
+    """Makes a waiting sequence of a request; `arrival` must increase with every request."""
     root = root_hash(layout.model, layout.revision, request.lora.revision if request.lora else "", request.cache_salt)
     return Sequence(
         request_id=request.request_id,

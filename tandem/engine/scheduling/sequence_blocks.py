@@ -1,11 +1,11 @@
-"""Blocks of sequences: taken from the prefix cache, the free ones and the swap space, and released there.
+"""Blocks of sequences: taken from the prefix cache, the free blocks and the swap space, and released to them.
 
     has_room ──> take ──> grow, extend ──> release ──────────────> free, or cached
                   ^                        swap_out, release ──┐
                   └──────── copied back from host memory ──────┘
 
-A block that a sink still reads when its sequence leaves, or that a step under way may write to, is lent: it is released
-when that is over.
+A block that a sink still reads or a step may still write to when its sequence leaves is lent: it is released once the
+sink or step is done.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class BlockNeed(NamedTuple):
-    """Blocks for `num_tokens`, of which `num_known` are there and all but one may be cached. `leaves_spare`: beside
-    them one for each running sequence stays free."""
+    """A need of blocks for `num_tokens` tokens. The first `num_known` are known, and all but the last of them may be
+    cached. `leaves_spare`: one more block for each running sequence must stay free."""
 
     num_tokens: int
     num_known: int
@@ -31,12 +31,12 @@ class BlockNeed(NamedTuple):
 
 
 class SequenceBlocks:
-    """Owns the block tables of all sequences. What is to be copied is collected until `take_copies`."""
+    """Owns the block tables of all sequences and collects the copies of blocks to carry out until `take_copies`."""
 
     def __init__(self, pool: BlockPool, swap: SwapSpace, *, block_size: int, prefix_caching: bool) -> None:
         self._pool, self._swap, self._block_size, self._prefix_caching = pool, swap, block_size, prefix_caching
         self.moving = MovingBlocks(pool, prefix_caching)
-        self.lent: list[tuple[BlockUser, list[int]]] = []  # blocks of sequences that have left, which others still use
+        self.lent: list[tuple[BlockUser, list[int]]] = []  # blocks of left sequences, and their user
         self._copies: Copies = []
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -48,24 +48,24 @@ class SequenceBlocks:
         return self._pool.match(seq.hashes.up_to(seq.token_ids, num_tokens // self._block_size))
 
     def num_cached_tokens(self, seq: Sequence) -> int:
-        """How many of its tokens need not be computed, could it take blocks now."""
+        """Returns how many of the sequence's tokens are cached and would not be computed if it took blocks now."""
         return len(self.cached(seq, seq.num_tokens - 1)) * self._block_size
 
     def may_share(self, seq: Sequence) -> bool:
-        """True if it may use KV that others have computed."""
+        """True if the sequence may use KV that other sequences have computed."""
         return self._prefix_caching and not seq.reads_whole_prompt
 
     def has_room(self, seq: Sequence, need: BlockNeed, num_running: int, leaving: Items[Sequence] = ()) -> bool:
-        """True if `take` will succeed, once those `leaving` the running ones have released theirs."""
+        """True if `take` will succeed once the running sequences `leaving` have released their blocks."""
         cached = self.cached(seq, need.num_known - 1)
         new = self.blocks_for(need.num_tokens) - len(cached)
         spare = num_running - len(leaving) if need.leaves_spare else 0
         return self._pool.has_room(new, cached, spare, [other.block_table for other in leaving])
 
     def take(self, seq: Sequence, need: BlockNeed) -> None:
-        """Takes blocks: cached ones first, then new ones for those that were swapped, which are copied back."""
+        """Takes cached blocks and new ones; swapped blocks beyond the cached ones are copied back to new ones."""
         cached = self.cached(seq, need.num_known - 1)
-        reads_rest = need.num_tokens == need.num_known  # for a reservation another worker does
+        reads_rest = need.num_tokens == need.num_known  # for a reservation, another worker prefills the rest
         source = self._tail_source(seq, need.num_known, len(cached)) if reads_rest else None
         blocks = self._pool.take(self.blocks_for(need.num_tokens) - len(cached), cached)
         assert blocks is not None, f"{seq.request_id}: no blocks, although there was room"
@@ -79,7 +79,7 @@ class SequenceBlocks:
             seq.num_cached_tokens = seq.num_computed_tokens
 
     def grow(self, seq: Sequence) -> bool:
-        """One block more, unless the sequence has one for its last token; False if there is none."""
+        """Takes one more block if the sequence has none for its last token; False if no block is free."""
         if len(seq.token_ids) <= len(seq.block_table) * self._block_size:
             return True
         new = self._pool.take(1)
@@ -90,7 +90,7 @@ class SequenceBlocks:
         return num_tokens <= len(seq.block_table) * self._block_size
 
     def extend(self, seq: Sequence, num_ahead: int) -> int:
-        """Make room for so many proposed tokens where nobody has to leave for it; returns how many fit."""
+        """Takes free blocks for `num_ahead` proposed tokens, preempting no sequence; returns how many tokens fit."""
         room = len(seq.block_table) * self._block_size - seq.num_tokens
         while room < num_ahead and (new := self._pool.take(1)) is not None:
             seq.block_table += new
@@ -98,14 +98,14 @@ class SequenceBlocks:
         return min(room, num_ahead)
 
     def release_ahead(self, seq: Sequence) -> None:
-        """Release the blocks that only refused tokens needed."""
+        """Releases the blocks that only refused proposals needed."""
         needed = max(self.blocks_for(seq.num_tokens), seq.num_reserved_blocks)
         if needed < len(seq.block_table):
             self._pool.release(seq.block_table[needed:])
             del seq.block_table[needed:]
 
     def swap_out(self, seq: Sequence) -> bool:
-        """Have what it has computed copied to host memory, where that pays; otherwise it has computed nothing."""
+        """Has the sequence's KV copied to host memory if that pays; otherwise all of its KV must be computed again."""
         used = seq.block_table[: self.blocks_for(seq.num_computed_tokens)]
         seq.swapped_blocks = self._swap.take(seq.num_computed_tokens, len(used)) or []
         self._copies += zip(used, seq.swapped_blocks, strict=False)
@@ -134,12 +134,12 @@ class SequenceBlocks:
                 self._pool.release(blocks)
 
     def take_copies(self) -> Copies:
-        """Copies to carry out, in this order, before any block is written again."""
+        """Returns the copies to carry out, in this order, before any block is written again."""
         copies, self._copies = self._copies, []
         return copies
 
     def register(self, seq: Sequence) -> None:
-        """Make the blocks that the sequence has filled findable."""
+        """Makes the blocks that the sequence has filled findable."""
         num_full = seq.num_computed_tokens // self._block_size
         if num_full == seq.num_registered_blocks or not self._prefix_caching:
             return
@@ -148,7 +148,7 @@ class SequenceBlocks:
             seq.num_registered_blocks = block + 1
 
     def register_tail(self, seq: Sequence) -> None:
-        """The prompt is computed: make its last block findable, if it is part-full."""
+        """Makes the part-full last block, if any, of a computed prompt findable."""
         if self._prefix_caching and seq.num_prompt_tokens % self._block_size:
             block = seq.block_table[seq.num_prompt_tokens // self._block_size]
             self._pool.register_tail(block, seq.hashes.tail(seq.token_ids, seq.num_prompt_tokens))
@@ -158,7 +158,7 @@ class SequenceBlocks:
         return {*names[seq.num_registered_blocks :], seq.hashes.tail(seq.token_ids, seq.num_prompt_tokens)}
 
     def first_missing(self, seq: Sequence) -> bytes | None:
-        """Name of the first block that the sequence would have to compute more than one token of."""
+        """Returns the name of the first block of which the sequence must compute more than one token, if any."""
         if seq.swapped_blocks:
             return None
         names = seq.hashes.up_to(seq.token_ids, (seq.num_tokens - 1) // self._block_size)
@@ -171,7 +171,9 @@ class SequenceBlocks:
         return tail if self._pool.match_tail(tail) is None else None
 
     def _tail_source(self, seq: Sequence, num_known: int, num_cached: int) -> int | None:
-        """The block that holds what cached ones lack of the `num_known` tokens, if more than one is lacking."""
+        """Returns the tail block that holds the known tokens after the cached blocks, if more than one token is
+        missing.
+        """
         if not self.may_share(seq) or seq.swapped_blocks or self._ends_alone(num_known):
             return None
         if num_cached < (num_known - 1) // self._block_size:
@@ -188,8 +190,8 @@ class SequenceBlocks:
         return num_tokens % self._block_size == 1 or self._block_size == 1
 
     def check_integrity(self, live: Items[Sequence]) -> None:
-        """AssertionError if a block is held by none or too many, or one of these, all there are, has too few or more
-        than its tokens need."""
+        """Raises AssertionError if the references to blocks do not match their holders, or if a sequence of `live`,
+        which are all sequences, has too few blocks for its tokens or more than they need."""
         for seq in live:
             room = (len(seq.block_table) + len(seq.swapped_blocks)) * self._block_size
             assert seq.num_computed_tokens <= room, f"{seq.request_id}: KV for more tokens than it has blocks"

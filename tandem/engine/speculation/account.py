@@ -1,14 +1,14 @@
-"""A bound on what proposing may lose, whatever is expected of it: an account of seconds, measured beside plain
+"""A bound on the time that proposing may lose, whatever the plan expects: an account of seconds, relative to plain
 decoding.
 
-    earned   LOSS of the seconds that plain steps would take
-    spent    what proposing takes, and what a step takes longer than a plain one of as many sequences
-    gained   by each accepted token, a plain step's seconds for one
+    earned   the share LOSS of the seconds that plain steps would take
+    spent    the seconds of proposing, and those by which a step exceeds a plain step of as many sequences
+    gained   for each accepted token, the seconds of a plain step divided by its sequences
 
-Nothing is proposed while it is overdrawn. It begins with MOST plain steps, and never holds more: so where plain
-decoding would take S seconds, speculation takes no longer than S + LOSS * S + MOST steps + one step that disappointed:
-5 % at most from 200 steps on, and in the long run LOSS. What a draft prefills of a prompt before it proposes is spent
-little by little, over about SPREAD steps.
+Nothing is proposed while the account is overdrawn. It begins with the seconds of MOST plain steps and never holds more.
+So where plain decoding would take S seconds, speculation takes at most S + LOSS * S + MOST steps + one step whose
+proposals were refused: 5 % more at most from 200 steps on, and LOSS in the long run. The time in which a draft model
+prefills a prompt is spent little by little, over about SPREAD steps.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Account:
 
     @property
     def is_open(self) -> bool:
-        """True if anything may be proposed: not before a plain step has been seen."""
+        """True if tokens may be proposed: a plain step has been measured, and the account is not overdrawn."""
         return self._begun and self._held_s >= 0
 
     def earn(self, step_s: float, steps: int) -> None:
-        """As many plain steps, had they been plain, would take `step_s` each."""
+        """Credits `steps` steps, each of which would have taken `step_s` seconds as a plain step."""
         self._most_s = MOST * step_s
         if not self._begun:
             self._begun, self._held_s = True, self._most_s

@@ -1,10 +1,10 @@
-"""A small model proposes what it would have drawn itself, with the same random numbers.
+"""Proposals by a small draft model: the tokens that it draws itself, with the same random numbers.
 
-1 catch up   its KV of every token but the proposed ones: at first the whole prompt, wherever that was prefilled
+1 catch up   compute the draft's KV of all known tokens: at first the whole prompt, even if another worker prefilled it
 2 draw       a token for each sequence, k times, each computed from the one before
 
-Its KV lies in a cache of its own, in the blocks that the sequence has in the big model's: so nothing is allocated, and
-a prompt that was prefilled before is found again as long as nobody else used its blocks.
+The draft's KV lies in a cache of its own, in blocks of the same numbers as the sequence's in the big model's cache. So
+no blocks are allocated, and a prompt that the draft prefilled before is found again until its blocks are reused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem.engine.speculation.proposer import Wanted
 
 
 class DraftProposer:
-    """Proposes by `forward`, whose cache is `kv_cache`. Reads `max_tokens` tokens of prompts a step."""
+    """Proposes by `forward`, whose cache is `kv_cache`. Catches up by at most `max_tokens` tokens a step."""
 
     reads_first = True
 
@@ -42,13 +42,16 @@ class DraftProposer:
         return not behind
 
     def _catch_up(self, wanted: Items[Wanted]) -> tuple[bool, list[Wanted]]:
-        """Reads what sequences are behind, as far as the budget goes; returns whether, and those behind no more."""
+        """Computes KV that the draft lacks, up to the budget.
+
+        Returns True if any was computed, and the sequences that have caught up.
+        """
         left, chunks, ready = self._max_tokens, list[Chunk](), list[Wanted]()
         for item in wanted:
             seq = item.seq
             self._find(seq)
             start, end = seq.num_drafted_tokens, seq.num_tokens - 1
-            if end - start <= 1:  # its last token and the one before are computed together
+            if end - start <= 1:  # the last two tokens are computed together in `propose`
                 ready.append(item)
             elif left:
                 chunks.append(Chunk(seq, start, min(end, start + left)))
@@ -60,7 +63,7 @@ class DraftProposer:
         return bool(chunks), ready
 
     def _find(self, seq: Sequence) -> None:
-        """A newcomer's prompt, in the blocks that it shares."""
+        """Counts the leading blocks of a new sequence whose KV the draft has already computed for other sequences."""
         if seq.num_drafted_tokens == 0:
             names = seq.hashes.up_to(seq.token_ids, (seq.num_tokens - 1) // self._block_size)
             for block, name in zip(seq.block_table, names, strict=False):
@@ -75,7 +78,7 @@ class DraftProposer:
             seq.num_drafted_tokens = end
 
     def _note(self, seq: Sequence, start: int, end: int) -> None:
-        """Notes which blocks hold the KV of which tokens now."""
+        """Records the names of full blocks whose KV the draft has now computed; forgets overwritten blocks."""
         size, known = self._block_size, min(end, seq.num_tokens) // self._block_size
         for block in range(start // size, -(-end // size)):
             self._held.pop(seq.block_table[block], None)

@@ -1,11 +1,11 @@
-"""EAGLE (arXiv 2401.15077) and EAGLE-3 (2503.01840): one decoder layer over features proposes token after token.
+"""EAGLE (arXiv 2401.15077) and EAGLE-3 (2503.01840): one decoder layer over features proposes tokens one by one.
 
 1 observe   the model's features of a sequence, step after step
-2 read      those whose next token is known, into the head's own keys and values of that sequence
-3 draw      a token, k times, each from the feature that the head made of the one before
+2 read      features whose next token is known, into the head's own keys and values of the sequence
+3 draw      a token, k times, each from the feature that the head computed for the token before
 
-A sequence's keys and values lie by themselves, one layer's, from the first position that this engine computed on. They
-go when the sequence does.
+The head keeps one layer's keys and values for each sequence, outside the KV cache, from the first position that this
+engine computed on. They are freed with the sequence.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tandem.engine.speculation.eagle_head import Context, ContextPlace, EagleHea
 from tandem.engine.speculation.proposer import Wanted
 from tandem.speculative import MAX_NUM_TOKENS
 
-MOST_UNREAD = 64  # features of a sequence, until they are read beside its steps
+MOST_UNREAD = 64  # a sequence's unread features; with more, the head reads them even if it does not propose
 
 
 class EagleProposer:
-    """By `head`, of the `method` eagle or eagle3; `feature` makes the model's features of its hidden states."""
+    """Proposes by `head`. `method`: eagle or eagle3; `feature` makes features of the model's hidden states."""
 
     reads_first = False
 
@@ -53,13 +53,15 @@ class EagleProposer:
         context = self._contexts.get(seq)
         if context is None or not context.first <= start <= context.features.end:
             context = self._contexts[seq] = Context(start, features, self._head.config)
-        elif start + len(features) > context.end:  # features of tokens before `context.end` would be the same again
+        elif start + len(features) > context.end:  # features before `context.end` are read already
             new = max(start, context.end)
             context.features.put(new, features[new - start :])
         return context
 
     def _read(self, seqs: Items[Sequence]) -> Tensor:
-        """Every feature whose next token is known; returns what the head makes of the last one of each."""
+        """Reads every feature whose next token is known; returns the head's output for the last feature of each
+        sequence.
+        """
         found, ids, positions, places = list[Tensor](), list[int](), list[int](), list[ContextPlace]()
         for seq in seqs:
             context = self._contexts[seq]
@@ -105,6 +107,6 @@ class EagleProposer:
             )
 
     def _has_feature(self, seq: Sequence) -> bool:
-        """True if the hidden state that the last token was sampled from is there, and not used yet."""
+        """True if the feature of the hidden state that gave the last token is there and not read yet."""
         context = self._contexts.get(seq)
         return context is not None and context.end <= seq.num_tokens - 2 < context.features.end

@@ -1,9 +1,9 @@
-"""The network of an EAGLE or EAGLE-3 head: one decoder layer, and a sequence's own keys and values.
+"""The network of an EAGLE or EAGLE-3 head: one decoder layer with its own keys and values of each sequence.
 
     feature of position p, token p + 1 ──fc, layer──> feature of p + 1 ──head──> logits of token p + 2
 
-EAGLE's features are the model's last hidden states, normed, and its head is the model's. EAGLE-3's are what goes into
-three layers of the model, `fc` makes one of them, and its head knows the more frequent tokens only (`d2t`).
+EAGLE's features are the model's last hidden states, normed, and its output head is the model's. EAGLE-3's features are
+the inputs of three layers of the model, which `fc` joins; its output head knows only frequent tokens (`d2t`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Eagle3File(ModelFile):
 
     norm_before_residual: bool = False
     eagle_aux_hidden_state_layer_ids: Annotated[list[int], Field(min_length=3, max_length=3)] | None = None
-    eagle_config: None = None  # would number the layers in another manner
+    eagle_config: None = None  # not supported: it would number the layers differently
 
 
 def tapped_layers(file: HeadFile, num_layers: int) -> tuple[int, ...]:
-    """The layers whose input is an EAGLE-3 head's feature."""
+    """Returns the layers whose inputs are an EAGLE-3 head's features; none for other heads. Raises ValueError."""
     if file.method != "eagle3":
         return ()
     said = _said(file).eagle_aux_hidden_state_layer_ids
@@ -61,14 +61,14 @@ def _said(file: HeadFile) -> Eagle3File:
 
 
 class Ends(NamedTuple):
-    """Embedding and output weights of the model itself: (vocab, hidden) each."""
+    """The model's own embedding and output weights: (vocab, hidden) each."""
 
     embed: Tensor
     lm_head: Tensor
 
 
 class Context:
-    """Keys and values of one sequence from position `first` on, of which `count` are there to stay."""
+    """The head's keys and values of one sequence from position `first` on; the first `count` are of known tokens."""
 
     __slots__ = ("count", "features", "first", "kv")
 
@@ -81,7 +81,7 @@ class Context:
         return self.first + self.count
 
     def put(self, at: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v (tokens, kv_heads, head_dim) at place `at`; returns those of all places up to them."""
+        """Stores k, v (tokens, kv_heads, head_dim) at index `at`; returns the keys and values up to their end."""
         end = at + len(k)
         if end > self.kv.shape[2]:
             grown = self.kv.new_empty(2, self.kv.shape[1], max(64, 2 * end), self.kv.shape[3])
@@ -92,7 +92,7 @@ class Context:
 
 
 class ContextPlace(NamedTuple):
-    """`rows` rows of a step, the first of which goes to place `at` of `context`."""
+    """The place of `rows` rows of a step in `context`: from index `at` on."""
 
     context: Context
     at: int
@@ -100,7 +100,7 @@ class ContextPlace(NamedTuple):
 
 
 class EagleHead:
-    """The network. `place`: the dtype and device of its weights. ValueError names what is wrong."""
+    """The network. Its weights have the dtype and device of `place`. Raises ValueError naming a wrong tensor."""
 
     def __init__(self, file: HeadFile, model: ModelConfig, ends: Ends, place: Tensor) -> None:
         three, self.folder = file.method == "eagle3", file.folder
@@ -134,7 +134,7 @@ class EagleHead:
                 raise ValueError(f"speculative_model: {file.folder}: tensor d2t names tokens that the model has not")
 
     def __call__(self, features: Tensor, token_ids: Tensor, positions: Tensor, places: Items[ContextPlace]) -> Tensor:
-        """The features (rows, hidden) that follow `features`, of the model or of the head itself."""
+        """Returns the features (rows, hidden) that follow `features`, which are the model's or the head's own."""
         embedded = F.embedding(token_ids, self._embed)
         if self._norms:
             x = features if features.shape[1] == self.config.hidden_size else self._fc(features)
@@ -151,7 +151,7 @@ class EagleHead:
         return x + self._mlp(rms_norm(x, self._post_norm, self._eps), unadapted)
 
     def logits(self, features: Tensor) -> Tensor:
-        """(rows, vocab) float32, of features that the head made."""
+        """Returns the logits (rows, vocab) float32 of features that the head computed."""
         found = F.linear(rms_norm(features, self._norms[2], self._eps) if self._norms else features, self._head).float()
         if self._known is None:
             return found

@@ -1,9 +1,9 @@
-"""Features: what the model computed for a position, as heads read it.
+"""Features: the model's outputs for a position, in the form that heads read.
 
     Runner ──observe(chunks, hidden)──> Observer ──> FeatureRows of each sequence ──propose──> proposed tokens
 
-Those of a prompt that another worker prefilled are not there, so a head begins with what this engine computes: with a
-sequence's first step here, after a hand-off or a migration.
+Features of a prompt that another worker prefilled are missing. So after a hand-off or a migration a head begins with
+the sequence's first step on this engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class FeatureRows:
-    """Features of positions `first`, `first` + 1, …: `rows` (n, width)."""
+    """The features `rows` (n, width) of positions `first`, `first` + 1, …"""
 
     __slots__ = ("first", "rows")
 
@@ -25,12 +25,12 @@ class FeatureRows:
         return self.first + len(self.rows)
 
     def put(self, start: int, rows: Tensor) -> None:
-        """From `start` on they are these: what a step computes behind refused tokens takes the place of theirs."""
+        """Replaces the features from `start` on: new ones overwrite those of refused tokens."""
         if self.first <= start <= self.end:
             self.rows = torch.cat([self.rows[: start - self.first], rows])
         else:
             self.first, self.rows = start, rows.clone()
 
     def drop(self, count: int) -> None:
-        """The first ones."""
+        """Drops the first `count` features."""
         self.first, self.rows = self.first + count, self.rows[count:]

@@ -1,11 +1,11 @@
-"""Heads that were trained for a model, as they are published: which tensors there are says which kind it is.
+"""Reading published heads that were trained for a model. The names of their tensors determine the kind of head.
 
 medusa   medusa_lm_head.safetensors or .pt: `{head}.{block}.linear.weight` and .bias, then `{head}.{blocks}.weight`; or
          model.safetensors: `blocks.{head}.layers.{block}.weight`, `lm_heads.{head}.weight`
 eagle    model.safetensors or pytorch_model.bin: `fc` (hidden, 2 hidden), `layers.0`
 eagle3   the same: `fc` (hidden, 3 hidden), `midlayer` or `layers.0`, `norm`, `lm_head` and `d2t`
 
-What eagle heads do not hold of their own (`embed_tokens`, `lm_head`), and the last norm, is the model's.
+An eagle head without its own `embed_tokens` or `lm_head` uses the model's; the last norm is the model's.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _FIRST = re.compile(r"0\.0\.linear\.weight|(medusa_heads\.)?blocks\.0\.layers\.0
 
 
 class HeadFile(NamedTuple):
-    """`method` is medusa, eagle or eagle3. `tensors` of medusa are `{head}.{block}.linear.…` and `{head}.head`; those
-    of eagle heads have their published names, but for the layer, which is `layer`."""
+    """A head's tensors. `method` is medusa, eagle or eagle3. Tensors of medusa are `{head}.{block}.linear.…` and
+    `{head}.head`; those of eagle heads have their published names, except that the layer is called `layer`."""
 
     folder: Path
     method: str
     tensors: Mapping[str, Tensor]
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """ValueError where it is not there, or of another shape."""
+        """Returns the tensor `name`. Raises ValueError if it is missing or has another shape."""
         found = self.tensors.get(name)
         if found is None:
             raise ValueError(f"speculative_model: {self.folder}: tensor {name} is missing")
@@ -50,7 +50,7 @@ class HeadFile(NamedTuple):
 
 
 def read_head(folder: Path) -> HeadFile | None:
-    """Reads the head in `folder`; None if it is none. ValueError says which file is wrong."""
+    """Reads the head in `folder`; None if the folder holds no head. Raises ValueError naming the wrong file."""
     for name in FILES:
         file = folder / name
         if file.is_file():

@@ -1,4 +1,4 @@
-"""A proposer of published heads, from their file and what they share with the model."""
+"""Making the proposer of published heads, from their file and the weights that they share with the model."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ NORM, EMBED, LM_HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_hea
 
 
 class HeadProposer(Proposer, Observer, Protocol):
-    """Proposes by what it has observed."""
+    """A proposer that observes the model's steps and proposes from the states it has seen."""
 
 
 def head_proposer(
     file: HeadFile, path: Path, model: ModelConfig, taps: Taps, choose: Choose, place: Tensor
 ) -> HeadProposer:
-    """For the `model` at `path`, computing in the dtype and on the device of `place`. ValueError says what is wrong."""
+    """Makes the proposer of the heads in `file` for the `model` at `path`.
+
+    It computes in the dtype and on the device of `place`. Raises ValueError naming a wrong tensor.
+    """
     of_model = read_tensors(path, NORM, EMBED, LM_HEAD)
     norm = of_model[NORM].to(place)
 

@@ -1,8 +1,8 @@
-"""Medusa (arXiv 2401.10774): each head reads the last token's feature and proposes a token, the first one the next but
-one token, the second the one behind it, and so on.
+"""Medusa (arXiv 2401.10774): each head reads one feature and proposes a token. The first head proposes the token after
+the one that the model draws from that feature, the second head the token after that, and so on.
 
-A head is blocks of x + silu(linear(x)), and a matrix to the vocabulary. Its feature is the model's last hidden state,
-normed.
+A head is blocks of x + silu(linear(x)), followed by a matrix to the vocabulary. The feature is the model's last hidden
+state, normed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tandem.speculative import MAX_NUM_TOKENS
 
 
 class MedusaHead(NamedTuple):
-    """`blocks`: weight (hidden, hidden) and bias, if any, of each; `out` (vocab, hidden)."""
+    """A head. `blocks`: each block's weight (hidden, hidden) and bias, if any; `out` (vocab, hidden)."""
 
     blocks: tuple[tuple[Tensor, Tensor | None], ...]
     out: Tensor
@@ -38,7 +38,7 @@ class MedusaHead(NamedTuple):
 
 
 def medusa_heads(file: HeadFile, hidden: int, vocab_size: int, place: Tensor) -> list[MedusaHead]:
-    """In the dtype and on the device of `place`. ValueError names the tensor that is wrong."""
+    """Makes the heads of `file`, in the dtype and on the device of `place`. Raises ValueError naming a wrong tensor."""
     heads, taken = [], set()
 
     def take(name: str, *shape: int) -> Tensor:
@@ -57,7 +57,7 @@ def medusa_heads(file: HeadFile, hidden: int, vocab_size: int, place: Tensor) ->
 
 
 class MedusaProposer:
-    """`feature` makes features of hidden states."""
+    """Proposes by Medusa heads. `feature` makes features of the model's hidden states."""
 
     reads_first = False
 
@@ -69,7 +69,7 @@ class MedusaProposer:
         row = 0
         for seq, start, end in chunks:
             row += end - start
-            if seq.speculative.method == "medusa":  # the last one that is right is among these
+            if seq.speculative.method == "medusa":  # keep the last rows: the last accepted token's is among them
                 few = min(end - start, MAX_NUM_TOKENS + 1)
                 self._rows[seq] = FeatureRows(end - few, hidden[row - few : row].clone())
 

@@ -1,12 +1,12 @@
-"""How many tokens to propose: as many as pay, by what steps cost and how often proposals were right.
+"""The number of tokens to propose: as many as pay, by the measured cost of steps and share of right proposals.
 
-    plain     a step of n sequences takes so long, by a line through what was measured
-    ahead     so does one of n sequences and proposed tokens: of n + k rows
-    passes    and so does proposing, for each token ahead of n sequences
+    plain     the seconds of a step of n sequences: a line fitted to measured steps
+    ahead     the seconds of a step of n sequences and k proposed tokens: of n + k rows
+    passes    the seconds of proposing one token ahead for n sequences
 
-A sequence whose proposals are right with probability p gains p^j tokens by its j-th one. Of all depths the one that
-brings most tokens a second is taken, where it brings more than a plain step. What does not pay is tried again now and
-then, for TRIES of the time. These are expectations, and may be wrong: what they may lose is bounded by the account.
+A sequence whose proposals are right with probability p gains p^j expected tokens by its j-th proposal. The depth with
+the most tokens a second is taken if it beats a plain step. Proposals that do not pay are tried again now and then, for
+the share TRIES of the time. These expectations may be wrong; the account bounds the time they may lose.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from tandem.engine.scheduling import Sequence
 from tandem.engine.speculation.account import Account
 from tandem.engine.step_cost import StepCost
 
-MEMORY, LONG_MEMORY = 8.0, 64.0  # proposals that count, of one sequence and of all
-PROOF = 4  # proposals, before which a proposer that has to read sequences first reads no more than one
+MEMORY, LONG_MEMORY = 8.0, 64.0  # the numbers of recent proposals that count: of one sequence, of all
+# A draft model prefills at most one new sequence until this many of its proposals have been judged.
+PROOF = 4
 TRIES = 0.01
-MOST_FOR_A_TRY = 0.5  # of a plain step: tries wait for as much time, and hold a step's at most
+MOST_FOR_A_TRY = 0.5  # the highest price of a try, as a share of a plain step's seconds
 HOPE = 0.6
-FORGET_PLAIN = 0.9  # there are few plain steps where proposals pay
+FORGET_PLAIN = 0.9  # lower than FORGET, because few steps are plain where proposals pay
 
 
 class Plan:
-    """For one proposer. `hope`: how often any proposal is right. `reads_first`: see Proposer."""
+    """The plan of one proposer. `reads_first`: see Proposer."""
 
     def __init__(self, *, reads_first: bool = False) -> None:
         self._reads_first = reads_first
@@ -36,7 +37,7 @@ class Plan:
         self._tries_s, self._token_s, self._turn = 0.0, 0.0, 0
 
     def counts(self, seqs: Items[Sequence], most: Items[int], num_rows: int) -> list[int]:
-        """How many to propose for each of `seqs`, `most` at most, in a step that has `num_rows` without them."""
+        """Returns how many tokens to propose for each of `seqs`, at most `most`, in a step of `num_rows` other rows."""
         if not self._account.is_open:
             return [0] * len(seqs)
         if self._reads_first and self._seen < MEMORY + PROOF:
@@ -44,7 +45,7 @@ class Plan:
         return self._try_some(self._best(seqs, most, num_rows), self._cheap_to_try(seqs, most), num_rows)
 
     def proposed(self, num_seqs: int, num_ahead: int, seconds: float) -> None:
-        """Proposing up to `num_ahead` tokens for so many took so long."""
+        """Records that proposing up to `num_ahead` tokens for `num_seqs` sequences took `seconds`."""
         passes = max(1, num_ahead)
         if not self._passes.known:
             seconds = self._plain.at_most(num_seqs, seconds)
@@ -53,17 +54,17 @@ class Plan:
         self._passes.add(num_seqs, pass_s)
 
     def caught_up(self, seconds: float) -> None:
-        """Proposing took so long because sequences were to be read first: later tries wait for as much time."""
+        """Records `seconds` of proposing in which the proposer read sequences first; later tries wait for that time."""
         self._tries_s -= seconds
         self._account.spend_later(seconds)
 
     def passed_plain(self, num_seqs: int, seconds: float, steps: int = 1) -> None:
-        """A step of so many sequences and nothing else took so long, as `steps` will."""
+        """Records a plain step of `num_seqs` sequences that took `seconds`; it stands for `steps` such steps."""
         self._plain.add(num_seqs, seconds)
         self._earn(num_seqs, steps)
 
     def passed(self, num_seqs: int, num_proposed: int, own: int, seconds: float) -> None:
-        """A step of so many sequences and `num_proposed` tokens, of which `own` were this proposer's, took so long."""
+        """Records a step of `num_seqs` sequences and `num_proposed` proposed tokens, `own` of them this proposer's."""
         rows = num_seqs + num_proposed
         usual = self._ahead if self._ahead.known else self._plain
         seconds = usual.at_most(rows, seconds)
@@ -73,7 +74,7 @@ class Plan:
             self._account.spend((seconds - self._plain.at(num_seqs)) * own / num_proposed)
 
     def passed_reading(self, own: int) -> None:
-        """A step that also prefilled had so many proposed tokens, which took what they take elsewhere."""
+        """Records `own` proposed tokens in a step that also prefilled; they are charged their usual cost."""
         self._account.spend(own * self._ahead.line()[1])
 
     def verified(self, seq: Sequence, proposed: int, accepted: int) -> None:
@@ -91,14 +92,14 @@ class Plan:
         self._account.earn(step_s, steps)
 
     def _of_one_newcomer(self, seqs: Items[Sequence], most: Items[int]) -> list[int]:
-        """None for those that were never tried, but for the first where nobody was."""
+        """Returns `most` with 0 for sequences never tried, except for the first one if none was tried yet."""
         new = [i for i, seq in enumerate(seqs) if seq.chance is None and most[i] > 0]
         if all(seq.chance is None for seq in seqs):
             del new[:1]
         return [0 if i in new else m for i, m in enumerate(most)]
 
     def _cheap_to_try(self, seqs: Items[Sequence], most: Items[int]) -> Items[int]:
-        """Leaves out sequences that still have to be prefilled, as long as there are others."""
+        """Returns `most` with 0 for sequences that the proposer has not read yet, unless there are no others."""
         if self._reads_first and any(seq.chance is not None and m > 0 for seq, m in zip(seqs, most, strict=True)):
             return [0 if seq.chance is None else m for seq, m in zip(seqs, most, strict=True)]
         return most
@@ -128,7 +129,7 @@ class Plan:
     def _try_some(self, counts: list[int], most: Items[int], num_rows: int) -> list[int]:
         line, plain_s = self._ahead if self._ahead.known else self._plain, self._plain.at(num_rows)
         price = self._passes.at(1) + max(line.line()[1], line.at(num_rows + 1) - plain_s)
-        price = min(price, MOST_FOR_A_TRY * plain_s)  # a time measured in a bad moment is forgotten again
+        price = min(price, MOST_FOR_A_TRY * plain_s)  # so one slow measurement does not prevent tries forever
         for _ in counts:
             if self._tries_s < price:
                 break

@@ -9,27 +9,27 @@ import numpy as np
 
 from tandem.engine.scheduling import Sequence
 
-SHORTEST, LONGEST = 2, 16  # tokens at the end of a sequence that are looked for in what came before
+SHORTEST, LONGEST = 2, 16  # the lengths of a sequence's end that are looked up in its earlier tokens
 
 
 class Wanted(NamedTuple):
-    """`seq` has blocks for `most` tokens ahead."""
+    """A request for proposals: `seq` has blocks for `most` tokens ahead."""
 
     seq: Sequence
     most: int
 
 
 class Proposer(Protocol):
-    """`reads_first`: it reads what a sequence has so far before it can propose for it."""
+    """Proposes tokens. `reads_first`: before it can propose for a sequence, it has to read the sequence's tokens."""
 
     reads_first: bool
 
     def propose(self, wanted: Items[Wanted]) -> bool:
-        """Puts up to `most` tokens into the `proposed` of each `seq`; False if that took longer than is usual."""
+        """Puts up to `most` tokens into the `proposed` of each `seq`; False if it had to read sequences first."""
 
 
 class NgramProposer:
-    """Proposes what followed the last time that the sequence ended as it does now."""
+    """Proposes the tokens that followed the last earlier occurrence of the sequence's end."""
 
     reads_first = False
 
@@ -53,6 +53,6 @@ def _continuation(seq: Sequence, most: int) -> list[int]:
         return []
     after = int(ends[-1]) + 1
     found: list[int] = ids[after : after + most].tolist()
-    period = len(ids) - after  # where the last time is so near that its continuation is not known yet, it repeats
+    period = len(ids) - after  # a continuation that reaches the end of `ids` repeats with this period
     found += [found[i % period] for i in range(len(found), most)]
     return found

@@ -1,4 +1,4 @@
-"""A step's proposals: for each decoding sequence that wants them, as many as pay and as there is room for."""
+"""A step's proposals: for each decoding sequence that wants them, as many tokens as pay and fit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tandem.engine.scheduling import Scheduled, Scheduler, Sequence
 from tandem.engine.speculation.plan import Plan
 from tandem.engine.speculation.proposer import Proposer, Wanted
 
-MOST_FORCED = 64  # tokens of one answer in a step
-REST = 7  # after a step where no proposal paid for itself, so many pass before the next is considered
-PLAIN_EVERY = 50  # one of so many steps, and the first, goes without proposals, to measure what such a step takes
+MOST_FORCED = 64  # the most forced tokens of one answer in a step
+REST = 7  # the number of steps without proposals after a step in which none was worth its cost
+PLAIN_EVERY = 50  # the first step and then one in this many goes without proposals, to measure plain steps
 
 
 class Speculator:
-    """Proposes by `proposers`, by method. `now` says the time in seconds, from any beginning."""
+    """Adds proposals to steps. `proposers` maps methods to proposers; `now` returns seconds of any monotonic clock."""
 
     def __init__(
         self, proposers: Mapping[str, Proposer], scheduler: Scheduler, max_model_len: int, now: Callable[[], float],
@@ -27,9 +27,10 @@ class Speculator:
         self._plans = {method: Plan(reads_first=proposer.reads_first) for method, proposer in proposers.items()}
         self._jump_forward = jump_forward
         self._forced: set[str] = set()
-        self._guessed, self._wanted = Counter[str](), set[str]()  # by method: proposed tokens; asked for
+        # Tokens proposed, by method; methods wanted in this step.
+        self._guessed, self._wanted = Counter[str](), set[str]()
         self._resting = 0
-        self._since_plain = inf  # no plain step has been seen
+        self._since_plain = inf  # inf: no plain step has been measured
         self.num_proposed = self.num_accepted = 0
 
     @property
@@ -37,7 +38,7 @@ class Speculator:
         return ("none", *self._proposers)
 
     def propose(self, batch: list[Scheduled]) -> list[Scheduled]:
-        """The batch with the proposed tokens of its sequences."""
+        """Returns the batch with proposed tokens added to its sequences' chunks."""
         self._forced.clear()
         self._guessed.clear()
         guesses = self._may_guess(batch)
@@ -55,7 +56,7 @@ class Speculator:
         return [item._replace(num_tokens=item.num_tokens + len(item.seq.proposed)) for item in batch]
 
     def verified(self, seq: Sequence, num_drawn: int) -> None:
-        """`num_drawn` tokens came of the step, and are the sequence's last: one more than were accepted."""
+        """Records the step's outcome: `num_drawn` new tokens, one more than proposals were accepted."""
         if proposed := len(seq.proposed):
             seq.num_drafted_tokens = min(seq.num_drafted_tokens, seq.num_tokens - 1)
             seq.num_proposed_tokens += proposed
@@ -67,7 +68,7 @@ class Speculator:
             del seq.proposed[:]
 
     def passed(self, batch: list[Scheduled], seconds: float) -> None:
-        """A step of `batch` took so long, without proposing."""
+        """Records that the step of `batch` took `seconds`, not counting the time of proposing."""
         if not self._guessed and not self._forced:
             if self._wanted and self._resting in (0, REST) and batch and all(map(_decodes, batch)):
                 self._since_plain = 0
@@ -89,12 +90,12 @@ class Speculator:
             return False
         if self._proposers:
             self._wanted = {item.seq.speculative.method for item in batch} & self._proposers.keys()
-        # While prompts are prefilled no step can be plain.
+        # A step that prefills does not count as plain, so proposals do not pause for it.
         seen = PLAIN_EVERY if all(map(_decodes, batch)) else inf
         return bool(self._wanted) and self._since_plain < seen
 
     def _force(self, seq: Sequence, room: int) -> int:
-        """Proposes the tokens that its grammar leaves no choice about; returns how much that is."""
+        """Proposes the tokens that the sequence's grammar forces; returns how many."""
         assert seq.guide is not None
         if seq.guide.follow(seq.token_ids[seq.answer_start :]):
             return 0
@@ -107,7 +108,7 @@ class Speculator:
         return fit
 
     def _guess(self, seqs: list[Sequence], num_rows: int, room: int) -> None:
-        """Proposals of those that want them, by their methods."""
+        """Has each method's proposer propose for the sequences that want it."""
         wanting = [seq for seq in seqs if seq.speculative.method in self._wanted]
         left = room
         for method, alike in groupby(sorted(wanting, key=_method), key=_method):
@@ -116,7 +117,7 @@ class Speculator:
             self._resting = REST
 
     def _propose_by(self, method: str, seqs: list[Sequence], num_rows: int, room: int) -> int:
-        """Returns for how many tokens there was reason and room."""
+        """Has a proposer propose for `seqs`; returns how many tokens the plan and the blocks allowed."""
         plan, started = self._plans[method], self._now()
         most = [min(seq.speculative.num_tokens, seq.num_tokens_to_come(self._max_model_len) - 1) for seq in seqs]
         wanted = []

@@ -1,4 +1,4 @@
-"""Weights from files into a model, and the revision that names them. The engine's build and speculation may enter."""
+"""Loading weights from files into a model, and their revision. The engine's build and speculation may enter."""
 
 from tandem.engine.weights.loader import find_weights, load_weights, read_tensors, shard_paths
 from tandem.engine.weights.revision import hashing

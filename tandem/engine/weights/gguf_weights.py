@@ -1,9 +1,9 @@
-"""Weights of a GGUF file: mapped, and opened a tensor at a time, or kept in the kernels' own 8 or 4 bits.
+"""Weights of a GGUF file: memory-mapped, and dequantized a tensor at a time or kept in the kernels' 8 or 4 bits.
 
     blocks of a row        32 numbers: Q4_0 Q4_1 Q5_0 Q5_1 Q8_0       256 numbers: Q4_K Q5_K Q6_K
     -> codes, scales, offsets (outputs, groups)         a number is code * scale + offset, exactly what the format says
 
-The layouts are those of ggml (block_q4_0 … block_q6_K); codes of 5 and 6 bits take 8.
+The layouts are those of ggml (block_q4_0 … block_q6_K); codes of 5 and 6 bits are stored in 8.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
 class Codes(NamedTuple):
-    """Numbers of rows of blocks: `codes` (rows, inputs) uint8; `scales`, `offsets` (rows, groups) float32."""
+    """Decoded blocks of rows: `codes` (rows, inputs) uint8; `scales`, `offsets` (rows, groups) float32."""
 
     codes: Tensor
     scales: Tensor
@@ -56,7 +56,7 @@ class _Entries(RootModel[dict[str, _Entry]]):
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """As safetensors names a tensor's shape."""
+    """A tensor's shape with the interface of a slice of safetensors."""
 
     shape: list[int]
 
@@ -65,9 +65,10 @@ class _Shape:
 
 
 class GgufFile:
-    """Read as a safetensors file is: `keys`, `get_slice`, `get_tensor`; by Hugging Face names.
+    """A GGUF file with the interface of a safetensors file (`keys`, `get_slice`, `get_tensor`) and Hugging Face names.
 
-    `turned` are the heads of q and k where the file holds them rotated by neighbours (llama): models rotate by halves.
+    `turned`: the numbers of heads of q_proj and k_proj if the file orders their rows for rotating neighbours, as
+    llama's does; the rows are reordered, because the decoder rotates halves.
     """
 
     def __init__(self, entries: dict[str, _Entry], data: memoryview, turned: dict[str, int]) -> None:
@@ -81,7 +82,7 @@ class GgufFile:
         return _Shape(self._entries[name].shape)
 
     def get_tensor(self, name: str) -> Tensor:
-        """Opened: what the file holds in float16 or bfloat16 as it is, all else in float32."""
+        """Returns a tensor: unchanged if the file has it in a float type of PLAIN, else dequantized to float32."""
         entry = self._entries[name]
         if entry.type in PLAIN:
             return self._in_order(name, self._bytes(entry).view(PLAIN[entry.type]).view(entry.shape))
@@ -91,10 +92,10 @@ class GgufFile:
         return self._entries[name].type not in PLAIN
 
     def quantized(self, name: str) -> QuantizedWeight:
-        """The numbers of a quantized tensor, in its own codes.
+        """Returns a quantized tensor in its own codes.
 
         Raises:
-            ValueError: its rows are no whole blocks.
+            ValueError: the tensor's rows are not whole blocks.
         """
         entry = self._entries[name]
         block, read, bits = BLOCKS[entry.type]
@@ -106,7 +107,7 @@ class GgufFile:
         return QuantizedWeight(codes, scales, offsets, bits)
 
     def _bytes(self, entry: _Entry) -> Tensor:
-        """A copy: what lies in the mapping need not begin where a number may."""
+        """Copies a tensor's bytes: in the mapped file they may not be aligned for numbers."""
         return torch.frombuffer(bytearray(self._data[entry.offset : entry.offset + entry.nbytes]), dtype=torch.uint8)
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
@@ -118,10 +119,10 @@ class GgufFile:
 
 @contextmanager
 def open_gguf(path: Path, heads: tuple[int, int], rotated_by_neighbours: bool) -> Iterator[GgufFile]:
-    """The weights that lie beside `tensors.json`; let go at the end. `heads`: of q, and of k.
+    """Maps the weights beside `tensors.json` and unmaps them at the end. `heads`: the numbers of heads of q and of k.
 
     Raises:
-        ValueError: they are not what `tensors.json` says.
+        ValueError: the file is shorter than `tensors.json` records.
     """
     entries = _Entries.model_validate_json(read_bytes(path.parent / TENSORS_FILE)).root
     turned = dict(zip(("q_proj", "k_proj"), heads, strict=True)) if rotated_by_neighbours else {}
@@ -136,9 +137,9 @@ def open_gguf(path: Path, heads: tuple[int, int], rotated_by_neighbours: bool) -
 
 
 def joined(parts: Sequence[QuantizedWeight], device: torch.device | None = None) -> QuantizedWeight:
-    """One weight of all their outputs; of the most bits and the smallest groups among them, where these differ.
+    """Joins weights along their outputs to one weight with the most bits and the smallest groups among them.
 
-    Parts with an order of their inputs must have the same, and groups of one size.
+    Parts with an order of their inputs must have the same order and groups of the same size.
     """
     group, bits = min(part.group for part in parts), max(part.bits for part in parts)
     columns = zip(*(_in_groups(part, group) for part in parts), strict=True)
@@ -148,7 +149,7 @@ def joined(parts: Sequence[QuantizedWeight], device: torch.device | None = None)
 
 
 def _in_groups(weight: QuantizedWeight, group: int) -> Codes:
-    """The same numbers with a scale for each `group` inputs, which divides the group that there is."""
+    """Returns the weight's codes with a scale for each `group` inputs; `group` divides the weight's own group."""
     times = weight.group // group
     return Codes(weight.codes, *(part.repeat_interleave(times, dim=1) for part in (weight.scales, weight.offsets)))
 
@@ -161,21 +162,21 @@ def _renamed(name: str) -> str:
     return f"model.layers.{layer}.{_NAMES[inner]}.{kind}" if layer else f"{_NAMES[inner]}.{kind}"
 
 
-# --- blocks: (blocks, bytes) uint8 each ---
+# --- decoders of blocks, which are (blocks, bytes) uint8 ---
 
 
 def _half(block: Tensor, at: int) -> Tensor:
-    """(blocks, 1) float32 of the float16 at a byte."""
+    """Reads the float16 at byte `at` of each block: (blocks, 1) float32."""
     return block[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """All low halves, then all high ones."""
+    """Unpacks all low halves of the bytes, then all high halves."""
     return torch.cat((packed & 15, packed >> 4), dim=1)
 
 
 def _bit_of_each(block: Tensor, at: int) -> Tensor:
-    """(blocks, 32): the bits of a little-endian word of 32."""
+    """Unpacks the bits of the 32-bit little-endian word at byte `at` of each block: (blocks, 32)."""
     word = block[:, at : at + 4]
     return (word[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(1)
 
@@ -198,7 +199,7 @@ def _q8(block: Tensor) -> Codes:
 
 
 def _scales_of_k(block: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets (blocks, 8) of Q4_K and Q5_K: 6 bits each, packed in 12 bytes."""
+    """Reads the scales and offsets (blocks, 8) of Q4_K and Q5_K: 6 bits each, packed in 12 bytes."""
     packed = block[:, 4:16]
     first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=1)

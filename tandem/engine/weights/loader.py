@@ -1,9 +1,9 @@
-"""Weights from a Hugging Face folder into a model's own storage.
+"""Loading weights from a Hugging Face folder into a model's own storage.
 
 1 find     model.safetensors.index.json names the shards, or there is one model.safetensors, or a model.gguf
 2 compare  the names and shapes in the shards with the ones the model needs: missing, extra or mis-shaped is an error
-3 copy     each tensor to where it belongs, from a mapping of its own, let go at once: nothing is held twice; layers
-           that the checkpoint holds quantized stay so, in the engine's own form (checkpoint_formats.py)
+3 copy     each tensor to its storage, from its own mapping, which is unmapped immediately: no tensor is held twice;
+           quantized layers of the checkpoint stay quantized, in the engine's own form (checkpoint_formats.py)
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class IndexFile(ModelFile):
 
 
 def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None, keep_codes: bool = False) -> None:
-    """Fill `model` from the folder at `path`. ValueError says which tensor or file is wrong.
+    """Fills `model` from the folder at `path`. Raises ValueError naming the tensor or file that is wrong.
 
-    `keep_codes`: what a GGUF file holds in 8 bits or fewer stays so; else it is opened, a tensor at a time.
+    `keep_codes`: quantized tensors of a GGUF file stay quantized; otherwise they are dequantized, one at a time.
     """
     targets, sources = model.checkpoint_tensors(), find_weights(model, path)
     wanted = {name: tensor.nbytes for name, tensor in targets.items() if _is_there(model, name, sources)}
@@ -60,8 +60,8 @@ def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None
 
 
 def _load_codes(model: Decoder, path: Path, note: Callable[..., None]) -> set[str]:
-    """A GGUF file's quantized layers, embedding and head, as they are; returns the names of their weights, of which
-    `note` is told as they come."""
+    """Loads a GGUF file's quantized layers, embedding and head without dequantizing them. Returns the names of their
+    weights, and calls `note` with each name once it is loaded."""
     kept: set[str] = set()
     with _open(path / WEIGHTS_FILE, model) as file:
         for linear, layers, _ in model.fused():
@@ -81,7 +81,7 @@ def _load_codes(model: Decoder, path: Path, note: Callable[..., None]) -> set[st
 
 
 def read_tensors(path: Path, *names: str) -> dict[str, Tensor]:
-    """Those of `names` that the folder at `path` holds."""
+    """Reads the tensors `names` from the folder at `path`; a missing name is left out of the result."""
     found: dict[str, Tensor] = {}
     for shard in shard_paths(path):
         with _open(shard) as file:
@@ -90,7 +90,7 @@ def read_tensors(path: Path, *names: str) -> dict[str, Tensor]:
 
 
 def find_weights(model: Decoder, path: Path) -> dict[str, Path]:
-    """Finds the shard of each tensor that `model` needs, even one without memory. ValueError says what is wrong."""
+    """Finds the shard of each tensor that `model` needs; the model may be on the meta device. Raises ValueError."""
     targets = model.checkpoint_tensors()
     sources, shapes = {}, {}
     for shard in shard_paths(path):
@@ -104,7 +104,7 @@ def find_weights(model: Decoder, path: Path) -> dict[str, Path]:
 
 
 def _as_packed(model: Decoder, needed: Shapes, sources: Mapping[str, Path]) -> tuple[Shapes, Shapes]:
-    """Names that are needed, and names that may be there, of layers that the checkpoint holds quantized."""
+    """Replaces the weights of quantized layers in `needed` by their tensors; also returns their optional tensors."""
     optional: Shapes = {}
     form = model.config.quantized
     for linear, names, sizes in model.fused() if form else ():
@@ -121,7 +121,7 @@ def _as_packed(model: Decoder, needed: Shapes, sources: Mapping[str, Path]) -> t
 
 
 def _is_there(model: Decoder, name: str, sources: Mapping[str, Path]) -> bool:
-    """False for what a checkpoint may leave out."""
+    """True if the checkpoint has the tensor, plain or quantized: it may leave out biases of quantized layers."""
     return name in sources or _is_packed(model, name, sources)
 
 
@@ -135,7 +135,8 @@ def _load_packed(
     model: Decoder, linear: Linear, names: Sequence[str], sizes: Sequence[int], form: CheckpointFormat,
     sources: Mapping[str, Path],
 ) -> None:  # fmt: skip
-    """Quantized where all parts are; where only some are, those are opened."""
+    """Loads a linear layer's quantized parts. The layer stays quantized if all parts are quantized alike; otherwise the
+    quantized parts are dequantized."""
     inputs, parts = linear.weight.shape[1], list[QuantizedWeight | Fp8Weight | Tensor | None]()
     assert isinstance(linear.weight, Tensor)
     for name, outputs in zip(names, sizes, strict=True):
@@ -161,7 +162,7 @@ def _load_packed(
 
 
 def _lies_as(part: QuantizedWeight, other: QuantizedWeight) -> bool:
-    """True if the two may be one weight: the inputs in the same groups, and in the same order."""
+    """True if both can be joined to one weight: their inputs have the same groups and the same order."""
     if part.order is None or other.order is None:
         return part.group == other.group and part.order is other.order
     return part.group == other.group and torch.equal(part.order, other.order)
@@ -177,7 +178,7 @@ def _tensors_of(
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """The safetensors files of the folder at `path`, in a fixed order."""
+    """Returns the weight files of the folder at `path`, in a fixed order. Raises ValueError if one is missing."""
     index = path / "model.safetensors.index.json"
     names = [WEIGHTS_FILE if (path / WEIGHTS_FILE).exists() else "model.safetensors"]
     if index.is_file():
@@ -191,7 +192,7 @@ def shard_paths(path: Path) -> list[Path]:
 
 
 def _open(shard: Path, model: Decoder | None = None) -> Any:
-    """A shard's tensors by name. `model`: for which they are, as a GGUF file's depend on it."""
+    """Opens a shard for reading tensors by name. `model`: the model they are for; reading a GGUF file needs it."""
     if shard.name == WEIGHTS_FILE and model is not None:
         config = model.config
         return open_gguf(shard, (config.num_heads, config.num_kv_heads), config.model_type in ("llama", "mistral"))
@@ -204,12 +205,12 @@ def _open(shard: Path, model: Decoder | None = None) -> Any:
 
 
 def _redundant(name: str, targets: Mapping[str, Tensor]) -> bool:
-    """Tensors that some checkpoints carry though the config already says what they hold."""
+    """True for tensors that some checkpoints contain although the config determines their contents."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in targets)
 
 
 def _is_further(name: str, model: Decoder) -> bool:
-    """True for what DeepSeek-V3 has behind its last layer: one that predicts further tokens."""
+    """True for tensors of the layers after DeepSeek-V3's last one, which predict further tokens."""
     layer = re.match(r"model\.layers\.(\d+)\.", name) if model.config.model_type == "deepseek_v3" else None
     return layer is not None and int(layer[1]) >= model.config.num_layers
 

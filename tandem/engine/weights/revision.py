@@ -1,7 +1,7 @@
 """The revision of a model's weights: a hash of every byte of them, made by a thread while they are loaded.
 
-hash   one file behind the other, from its start; it is faster than loading, so it is the one that waits for the disk
-load   meanwhile, out of the page cache
+hash   one file after the other, each from its start; hashing is faster than loading, so it is what waits for the disk
+load   meanwhile, from the page cache that hashing has filled
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from xxhash import xxh3_128
 from tandem.checkpoints import TENSORS_FILE
 
 CHUNK = 2**20
-# What says how the bytes of weights are read.
+# The files that determine how the bytes of weights are read.
 BESIDE_WEIGHTS = ("config.json", TENSORS_FILE)
 
 
 def weights_revision(path: Path, shards: list[Path], stop: Event | None = None) -> str:
-    """32 hex digits: equal on every machine, others for any other byte of the weights of the folder at `path`.
+    """Returns a hash, 32 hex digits, of all bytes of the weights in the folder at `path`; equal on every machine.
 
     Args:
-        stop: nobody asks any more.
+        stop: once set, the result is no longer wanted and hashing ends early.
 
     Raises:
         OSError: a file cannot be read.
@@ -42,7 +42,7 @@ def weights_revision(path: Path, shards: list[Path], stop: Event | None = None) 
 
 @contextmanager
 def hashing(path: Path, shards: list[Path]) -> Iterator[Future[str]]:
-    """`weights_revision`, while the body runs; given up where the body fails."""
+    """Computes `weights_revision` in a thread while the body runs; stops hashing if the body ends first."""
     stop = Event()
     with ThreadPoolExecutor(1, "weights-revision") as thread:
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints in which one tensor has a layer of all experts, seen as if each expert had its own.
+"""Checkpoints in which one tensor holds a layer's weights of all experts, shown as if each expert had its own.
 
 ….mlp.experts.gate_up_proj          (experts, inputs, outputs)            ──> ….mlp.experts.3.gate_up_proj.weight
 ….mlp.experts.gate_up_proj_bias     (experts, outputs)                    ──> ….mlp.experts.3.gate_up_proj.bias
@@ -20,7 +20,7 @@ _STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(?:_(bias|blocks|
 class _Place(NamedTuple):
     tensor: str
     expert: int
-    is_turned: bool  # its inputs come first
+    is_turned: bool  # the tensor's inputs come before its outputs
 
 
 class _ExpertsSlice(NamedTuple):
@@ -31,7 +31,7 @@ class _ExpertsSlice(NamedTuple):
 
 
 class Unstacked:
-    """`file`: an opened safetensors file, of which it has all that callers of such a one use here."""
+    """A safetensors file `file` with a tensor for each expert; it has the methods of such a file that callers use."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._places = file, dict[str, _Place]()

@@ -1,1 +1,1 @@
-"""KV blocks to a payload and back, each copied and summed in one pass."""
+"""Copying KV blocks to a payload and back; a pass both copies and sums the bytes."""

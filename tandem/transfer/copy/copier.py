@@ -1,6 +1,6 @@
-"""Rows to a payload and back, each copied and summed in one call that does not hold the GIL.
+"""Copying rows to a payload and back; one call, without the GIL, both copies and sums the bytes.
 
-compiled   rows.c: one pass over the bytes, where a C compiler and AVX2 are to be had
+compiled   rows.c: one pass over the bytes, if there are a C compiler and AVX2
 numpy      the same in two passes, anywhere
 """
 
@@ -21,13 +21,13 @@ from tandem.transfer.copy.rows import Rows
 from tandem.transfer.protocol.wire import checksum
 
 _SOURCE = Path(__file__).with_name("rows.c")
-_MIN_BYTES = 256  # shorter payloads have another xxh3
+_MIN_BYTES = 256  # rows.c has only the xxh3 of longer payloads
 
 _log = logging.getLogger(__name__)
 
 
 class Copier:
-    """With numpy; for rows on a device, with torch through this machine's memory."""
+    """Copies with numpy, or, for rows on a device, with torch through this machine's memory."""
 
     def gather(self, rows: Rows, ids: NDArray[np.int64], payload: memoryview, past_caches: bool) -> int:
         """Copies rows `ids`, one or more that exist, to `payload`, which starts on a cache line; returns its checksum.
@@ -39,13 +39,13 @@ class Copier:
             picked = rows.words().index_select(0, torch.from_numpy(ids).to(rows.kv.device))
             torch.from_numpy(target).view(torch.int64).copy_(picked)
             return checksum(payload)
-        rows.array().take(ids, axis=0, out=target, mode="clip")  # "raise" would copy everything twice
+        rows.array().take(ids, axis=0, out=target, mode="clip")  # mode "raise" would copy everything twice
         return checksum(payload)
 
     def scatter(self, payload: memoryview, rows: Rows, ids: NDArray[np.int64]) -> int:
         """Copies `payload` to rows `ids` and returns the checksum of what was copied.
 
-        Summed after the copy: where somebody writes to the payload between the two, the sum is wrong.
+        The sum is taken after the copy: if the sender overwrites the payload in between, the sum is wrong.
         """
         if not rows.on_host:
             words = torch.frombuffer(payload, dtype=torch.int64).view(len(ids), -1).to(rows.kv.device)
@@ -77,7 +77,7 @@ class CompiledCopier(Copier):
 
 
 def copier_path(cache: Path | None = None, cpu: Set[str] | None = None) -> Path:
-    """The library, compiled if need be. `cpu`: instructions of the CPU that it is for; by default, this one's.
+    """Returns the library's path, compiling it if necessary. `cpu`: the target's instructions, by default this CPU's.
 
     Raises NotCompiled.
     """
@@ -85,7 +85,7 @@ def copier_path(cache: Path | None = None, cpu: Set[str] | None = None) -> Path:
 
 
 def load_copier(cache: Path | None = None) -> Copier:
-    """The compiled one, its library kept in `cache`; where it cannot be had, numpy's, and the reason logged."""
+    """Returns the compiled copier, whose library is kept in `cache`; if that fails, logs why and returns numpy's."""
     try:
         return CompiledCopier(ctypes.CDLL(str(copier_path(cache))))
     except (OSError, AttributeError, NotCompiled) as error:
@@ -94,5 +94,5 @@ def load_copier(cache: Path | None = None) -> Copier:
 
 
 def _at(memory: Any) -> int:
-    """Address of a writable buffer."""
+    """Returns the address of a writable buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,4 +1,4 @@
-"""Rows of bytes behind a KV cache: a layer's cache is (num_blocks, ...), and a row is all of one block."""
+"""A KV cache as rows of bytes: a layer's cache is (num_blocks, ...), and a row is all bytes of one block."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LINE = 64  # bytes of a cache line
 
 
 class Rows:
-    """`kv` (num_blocks, ...), contiguous, as `count` rows of `row_bytes` at `address`.
+    """A contiguous tensor `kv` (num_blocks, ...) as `count` rows of `row_bytes` bytes at `address`.
 
-    on_host: they lie in this machine's memory. in_lines: there, and every row is made of whole cache lines.
+    on_host: the rows lie in this machine's memory. in_lines: they do, and each row consists of whole cache lines.
     """
 
     __slots__ = ("address", "count", "in_lines", "kv", "on_host", "row_bytes")
@@ -29,17 +29,17 @@ class Rows:
         self.in_lines = self.on_host and self.address % LINE == 0 and self.row_bytes % LINE == 0
 
     def array(self) -> NDArray[np.uint8]:
-        """The same memory as (count, row_bytes); for rows on the CPU."""
+        """Views rows on the CPU as (count, row_bytes) bytes."""
         rows: NDArray[np.uint8] = self.kv.view(torch.uint8).numpy().reshape(self.count, self.row_bytes)
         return rows
 
     def words(self) -> torch.Tensor:
-        """The same memory as (count, row_bytes / 8) of int64, wherever it lies."""
+        """Views the rows, on any device, as (count, row_bytes / 8) int64 words."""
         return self.kv.view(self.count, -1).view(torch.int64)
 
 
 class Source:
-    """Rows to send, remembered: a chunk's next layer has the same blocks, and the next chunk the same caches."""
+    """A cache of rows and ids to send: a chunk's layers share the ids of blocks, and all chunks share the caches."""
 
     def __init__(self) -> None:
         self._rows: dict[int, Rows] = {}
@@ -52,7 +52,7 @@ class Source:
         return rows
 
     def ids(self, block_ids: Sequence[int], num_blocks: int) -> NDArray[np.int64]:
-        """Raises IndexError where a block is not one of `num_blocks`."""
+        """Returns block ids as an array. Raises IndexError if an id is not below `num_blocks`."""
         if self._ids[1] != block_ids or self._ids[0] != num_blocks:
             if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
                 raise IndexError(f"block_ids: {list(block_ids)} are not all in [0, {num_blocks})")
@@ -73,7 +73,10 @@ class KVCache:
         self.num_layers = len(rows)
 
     def ids(self, block_ids: Sequence[int], first_block: int) -> NDArray[np.int64]:
-        """Physical ids as an array; those from first_block on must be distinct blocks of this cache."""
+        """Returns physical ids as an array.
+
+        Raises ValueError unless ids from first_block on are distinct blocks here.
+        """
         ids = np.asarray(block_ids, dtype=np.int64).reshape(-1)
         if not 0 <= first_block <= len(ids):
             raise ValueError(f"first_block: {first_block} is outside [0, {len(ids)}]")

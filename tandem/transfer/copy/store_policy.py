@@ -1,10 +1,10 @@
-"""How a payload that another core will read is stored: through the caches, or past them straight to memory.
+"""The choice of how to store a payload that another core will read: through the caches, or past them to memory.
 
     through   better where the two cores share a cache: half the traffic with memory
     past      five times as fast where they do not: each line would have to be fetched from the reader's side first
 
-A hypervisor moves cores about, so this changes from one second to the next. Nothing is asked of the machine: what each
-took per byte lately decides, and one payload of TRIAL is stored as the other.
+A hypervisor moves cores, so the better way changes from one second to the next. The recent times per byte of both ways
+decide, not a query of the machine; one payload of TRIAL is stored the other way to measure it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections import deque
 
 TRIAL = 64
-LAST = 3  # measurements of each, of which the middle one counts: any one may be an accident
-MIN_BYTES = 64 << 10  # smaller payloads say too little
-# Ratios of time through the caches to time past them. The first to go past the caches: memory that carries the bytes
-# twice slows the reader too. The second to come back: in a slot filled past them, the caches look faster than they are.
+LAST = 3  # measurements kept of each way; their median counts, for any single one may be an outlier
+MIN_BYTES = 64 << 10  # smaller payloads are not measured: their times are too noisy
+# Ratios of the time through the caches to the time past them. Above AWAY, stores go past the caches; the ratio is high
+# because they also slow the reader. Below BACK, stores go through the caches again: in a slot filled past the caches,
+# stores through them look faster than they are.
 AWAY, BACK = 2.0, 1.25
 
 
@@ -26,7 +27,7 @@ class StorePolicy:
         self._far = False
 
     def past_caches(self) -> bool:
-        """For the next payload."""
+        """True if the next payload is to be stored past the caches."""
         self._count += 1
         return self._far != (self._count % TRIAL == 0)
 

@@ -1,4 +1,4 @@
-"""The (layer, logical block) pairs of one transfer that have come: both sides keep the same account."""
+"""The (layer, logical block) pairs of one transfer that have been sent or have arrived; each side keeps a Coverage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Coverage:
         return len(self._seen) - self.missing
 
     def fault(self, layer: int, first_block: int, num_blocks: int) -> str:
-        """Why these blocks may not come now; empty when they may."""
+        """Returns why these blocks are out of range or have come already; empty if they may come."""
         end = self.first_block + self.num_blocks
         if not 0 <= layer < self.num_layers:
             return f"layer {layer} is outside [0, {self.num_layers})"
@@ -25,7 +25,7 @@ class Coverage:
         return ""
 
     def add(self, layer: int, first_block: int, num_blocks: int) -> None:
-        """Call only where `fault` is empty."""
+        """Marks blocks as having come. The caller must have checked that `fault` is empty."""
         start, stop = self._span(layer, first_block, num_blocks)
         self._seen[start:stop] = b"\1" * num_blocks
         self.missing -= num_blocks

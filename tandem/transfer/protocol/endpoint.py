@@ -1,4 +1,4 @@
-"""Who is at each end of a link, and how a transfer fails."""
+"""The peers at the two ends of a link, and the error with which a transfer fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.security import NO_SECRET, ClusterSecret
 
 @dataclass(frozen=True)
 class LinkPeer:
-    """One start of one worker. `layout_hash` names the shape and dtype of its KV blocks."""
+    """A single start of a worker. `layout_hash` names the shape and dtype of its KV blocks."""
 
     worker_id: str
     incarnation: str
@@ -22,7 +22,7 @@ class LinkPeer:
 
 @dataclass(frozen=True)
 class LocalPeer:
-    """This end of its links: its identity, the secret that proves it, and the vitals that its pings tell."""
+    """The worker at this end of links: its identity, the secret that proves it, the vitals that its pings report."""
 
     identity: LinkPeer
     secret: ClusterSecret = NO_SECRET
@@ -31,7 +31,9 @@ class LocalPeer:
 
 @dataclass(frozen=True)
 class FrameShape:
-    """Sizes that a receiver tells its sender: layers, bytes of one block of a layer, and of the largest frame."""
+    """The sizes that a receiver reports to a sender: layers, bytes of one block of a layer, bytes of the largest
+    frame.
+    """
 
     num_layers: int
     block_bytes: int
@@ -43,8 +45,8 @@ class TransferError(Exception):
 
     code: a gRPC status name. UNAVAILABLE: the peer or the link is gone, or never answered. DEADLINE_EXCEEDED: the
     transfer's own time ran out. DATA_LOSS: bytes were damaged or missing. FAILED_PRECONDITION: the two sides disagree.
-    ABORTED: one side gave up. UNAUTHENTICATED: the peer is a stranger. RESOURCE_EXHAUSTED: the receiver has all the
-    links it will have.
+    ABORTED: one side gave up. UNAUTHENTICATED: the peer does not know the cluster's secret. RESOURCE_EXHAUSTED: the
+    receiver has as many links as it takes.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -53,5 +55,5 @@ class TransferError(Exception):
         self.message = message
 
     def fresh(self) -> TransferError:
-        """The same failure, to raise once more: a raised exception keeps its frames, and what they hold, alive."""
+        """Returns a copy to raise: an exception raised before keeps its stack frames and their objects alive."""
         return TransferError(self.code, self.message)

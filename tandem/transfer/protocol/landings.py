@@ -4,10 +4,10 @@
     at any time: cancel (silent), or a bad frame, ABORT, loss of the link, deadline -> aborted
     a transfer that only one sender may begin is aborted when that sender's link is lost, even if the sender has opened
     another, and when no BEGIN comes in time: the BEGIN may have been sent on a link that this side had lost already.
-    Soon after that sender has opened a new one, for on that it begins at once what it has not begun yet
+    It is also aborted soon after that sender has opened a new link without beginning it there immediately
 
-A transfer is reported as ended, or fenced, only when no write to its blocks is under way: its owner may assign them
-to another sequence at once.
+A transfer is reported as ended, or its fences resolve, only when no write to its blocks is under way: its owner may
+then immediately give the blocks to another sequence.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import TransferError
 
-# Seconds after its deadline by which a transfer has to be gone.
+# Seconds after its deadline within which a transfer must have ended.
 LATE_S = 1.0
 
 
 class LandingLink(Protocol):
-    """The link that a transfer comes over. `ended`: its transfers to report."""
+    """The link over which a transfer comes. `ended`: the link's transfers to report."""
 
     ended: deque[Landing]
 
@@ -41,11 +41,11 @@ class LandingLink(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Landing:
-    """One expected transfer. It has ended once `payload` (committed) or `error` (aborted) is set, or `cancelled`.
+    """An expected transfer. It has ended once `payload` (committed) or `error` (aborted) is set, or `cancelled`.
 
-    may_be_less: its sender says how many of the blocks it has, from the first on.
-    sender: the only incarnation that may send it; empty where any may. begin_by: when that sender has to have begun.
-    fences: resolve once it is no longer `busy`.
+    may_be_less: the sender may send only some of the blocks, from the first on; BEGIN names how many.
+    sender: the only incarnation that may send it; empty: any may. begin_by: the time by which that sender must begin.
+    fences: futures that resolve once the transfer is no longer `busy`.
     """
 
     transfer_id: str
@@ -57,7 +57,7 @@ class Landing:
     sender: str = ""
     begin_by: float = math.inf
     may_be_less: bool = False
-    overtaken: bool = False  # its sender has opened a newer link, and may have begun it on an older one
+    overtaken: bool = False  # since it was expected, its sender has opened a newer link
     coverage: Coverage | None = None
     link: LandingLink | None = None
     handle: int = 0
@@ -71,14 +71,14 @@ class Landing:
 
     @property
     def busy(self) -> bool:
-        """True while a write to its blocks or one of its callbacks is under way."""
+        """True while a write to the transfer's blocks or one of its callbacks is under way."""
         return self.writing or self.calling
 
 
 class Landings:
-    """Every expected transfer of a receiver: `live`, or `ending`: not yet reported, or busy still though cancelled.
+    """The transfers of a receiver: `live` ones, and `ending` ones: not reported yet, or cancelled and still busy.
 
-    ended: those to report that no link had begun. fenced: cancelled ones whose fences resolve now.
+    ended: transfers to report that began on no link. fenced: cancelled transfers whose fences are to be resolved.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Landings:
         self.ending: dict[str, Landing] = {}
         self.ended: deque[Landing] = deque()
         self.fenced: deque[Landing] = deque()
-        self._links: defaultdict[str, list[object]] = defaultdict(list)  # of each incarnation, the oldest first
+        self._links: defaultdict[str, list[object]] = defaultdict(list)  # links by incarnation, the oldest first
 
     def expect(self, landing: Landing) -> None:
         if landing.transfer_id in self.live or landing.transfer_id in self.ending:
@@ -94,7 +94,7 @@ class Landings:
         self.live[landing.transfer_id] = landing
 
     def cancel(self, transfer_id: str, fence: Future[None]) -> None:
-        """No write and no callback of this transfer begins any more; `fence` is for when none is under way either."""
+        """Cancels a transfer: no write or callback of it begins any more. `fence` resolves once none is under way."""
         landing = self.live.get(transfer_id) or self.ending.get(transfer_id) or _nothing(transfer_id)
         if landing.payload is not None and landing.link and not landing.calling and not landing.cancelled:
             landing.link.refuse(landing.handle, TransferError("ABORTED", f"{transfer_id}: cancelled"))
@@ -113,13 +113,13 @@ class Landings:
                 self.report(landing)
 
     def linked(self, sender: str, link: object) -> None:
-        """One more link of this incarnation."""
+        """Records a new link of the incarnation `sender`."""
         self._links[sender].append(link)
         for landing in self._awaited(sender):
             landing.overtaken = True
 
     def settled(self, sender: str, link: object) -> None:
-        """Give up what was expected before this link was opened: begun on it by now, or else on one that was lost."""
+        """Aborts transfers expected before `link` was opened and not begun since: their BEGIN went to a lost link."""
         if self._links[sender][-1] is link:
             for landing in self._awaited(sender):
                 if landing.overtaken:
@@ -130,8 +130,8 @@ class Landings:
         return len(self._links.get(sender, ()))
 
     def lost(self, sender: str, link: object, error: TransferError) -> None:
-        """Forget a link. Transfers not begun yet are aborted: with the last link all, with an older one those that may
-        have begun on it."""
+        """Forgets a link and aborts transfers of `sender` not begun yet: all of them if this was its last link; if a
+        newer link exists, those that may have begun on this one."""
         links = self._links[sender]
         replaced = links[-1] is not link
         links.remove(link)
@@ -142,7 +142,7 @@ class Landings:
             del self._links[sender]
 
     def _awaited(self, sender: str) -> list[Landing]:
-        """Landings that this incarnation alone may begin, and has not."""
+        """Returns the landings that only the incarnation `sender` may begin and that have not begun."""
         return [landing for landing in self.live.values() if landing.link is None and landing.sender == sender]
 
     def commit(self, landing: Landing, payload: bytes) -> None:
@@ -152,11 +152,11 @@ class Landings:
         self.report(landing)
 
     def report(self, landing: Landing) -> None:
-        """No write is under way any more: its owner may know."""
+        """Queues an ended transfer for its callback; no write to its blocks may be under way."""
         (landing.link.ended if landing.link else self.ended).append(landing)
 
     def reported(self, landing: Landing) -> None:
-        """Its callback has returned."""
+        """Forgets a transfer whose callback has returned."""
         landing.calling = False
         if landing.cancelled:
             self.settle(landing)
@@ -177,7 +177,7 @@ class Landings:
             self.end(landing, TransferError("UNAVAILABLE", text))
 
     def violations(self, accounted: Container[str], now: float) -> list[str]:
-        """Transfers that are expected but have no owner among these, or should have ended."""
+        """Describes the transfers that are expected but not `accounted` for, or that should have ended."""
         wrong = []
         for landing in self.live.values():
             if landing.transfer_id not in accounted:
@@ -193,5 +193,5 @@ class Landings:
 
 
 def _nothing(transfer_id: str) -> Landing:
-    """A landing for an unknown id: never begun, so fenced at once."""
+    """Makes a landing for an unknown id, which never began, so its fence resolves immediately."""
     return Landing(transfer_id, np.empty(0, np.int64), 0, 0.0, lambda *_: None, lambda *_: None)

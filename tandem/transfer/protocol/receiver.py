@@ -1,12 +1,11 @@
 """The receiving end of a link as a state machine: no socket, no thread, no clock; time comes in as `now`.
 
     link   HELLO -> WELCOME (open) | REFUSE
-    frame  header checked (whose? which blocks? seen before?) -> Write: the owner copies it to the cache and sums it
-           -> written: the payload may be overwritten, and the sum decides
+    frame  header checked (known transfer? its blocks? new ones?) -> Write: the owner copies and sums the payload
+           -> written: the payload may be overwritten, and a wrong sum fails the transfer
 
-Blocks in the wrong place are impossible, for only this side knows physical ids; bytes that fail their sum stay
-invisible, for their transfer aborts. The sum is taken of what was copied, so a sender that overwrites a payload too
-early is found out.
+Blocks cannot land in the wrong place, because only this side knows physical ids. Bytes with a wrong sum stay invisible,
+because their transfer aborts. The sum is taken of the copied bytes, so it detects a payload overwritten too early.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ HANDSHAKE_SECONDS = 5.0
 
 @dataclass(slots=True)
 class Write:
-    """A payload to copy to `block_ids` of a layer's cache and then to sum; a probe (no landing) only to sum."""
+    """A payload to copy to `block_ids` of a layer's cache and to sum; a probe, without landing, is only summed."""
 
     message: LinkMessage
     landing: Landing | None
@@ -56,10 +55,10 @@ class Write:
 
 
 class ReceiverProtocol:
-    """One link. `accept` chooses its transport by the HELLO: which, and why not those the sender likes better.
+    """The protocol of a link. `accept` chooses a transport for a HELLO and returns why better-liked ones do not work.
 
-    `outbox`: what to write to the peer. `read`: messages whose payloads have been read, or never will be. `ended`: this
-    link's transfers to report. `fetches`: what the peer asks for.
+    `outbox`: messages to write to the peer. `read`: messages whose payloads have been read or never will be. `ended`:
+    this link's transfers to report. `fetches`: the peer's requests for cached blocks.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class ReceiverProtocol:
         self._nonce = nonce
         self._accept = accept
         self._opened_at = now
-        self._settles_at = math.inf  # what this sender is expected to begin, and has not begun on this link by then
+        self._settles_at = math.inf  # when `Landings.settled` is due; inf: never
         self._bound: dict[int, Landing] = {}
         self._last_handle = 0
 
@@ -97,9 +96,9 @@ class ReceiverProtocol:
         return str(self.hello.sender) if self.hello else "a peer that has not said HELLO"
 
     def receive(self, message: LinkMessage, now: float) -> Write | None:
-        """Takes one message of the peer; a Write must be carried out: `start`, copy, `written`.
+        """Takes one message of the peer. The caller must carry out a returned Write: `start`, copy, `written`.
 
-        Raises TransferError where the link cannot go on.
+        Raises TransferError if the link cannot continue.
         """
         if self.hello is None:
             self._greet(message)
@@ -117,7 +116,7 @@ class ReceiverProtocol:
         return None
 
     def start(self, write: Write) -> bool:
-        """Just before the copy; False: its transfer has ended, so it is not to be done."""
+        """Marks a write as begun; call just before the copy. False: its transfer has ended, so do not copy."""
         landing = write.landing
         if landing and (landing.cancelled or landing.error):
             self.read.append(write.message)
@@ -127,7 +126,7 @@ class ReceiverProtocol:
         return True
 
     def written(self, write: Write, seen_sum: int) -> None:
-        """The copy is done and the payload summed to `seen_sum`."""
+        """Ends a write: its payload was copied and its sum is `seen_sum`."""
         message, landing = write.message, write.landing
         self.read.append(message)
         if landing is None:
@@ -136,7 +135,7 @@ class ReceiverProtocol:
         landing.writing = False
         if landing.cancelled:
             self.landings.settle(landing)
-        elif landing.error:  # it ended during the write, and only now may its owner know
+        elif landing.error:  # the transfer ended during the write; its owner may learn it only now
             self.landings.report(landing)
         elif seen_sum != message.payload_sum:
             self._fail_transfer(message, "DATA_LOSS", f"checksum of layer {message.layer}, block {message.first_block}")
@@ -151,12 +150,12 @@ class ReceiverProtocol:
         self._send(Kind.NACK, handle, Failure(code=error.code, message=error.message).packed())
 
     def release(self, landing: Landing, error: TransferError | None) -> None:
-        """The transfer has ended: later frames of its handle are dropped."""
+        """Unbinds an ended transfer: later frames of its handle are dropped. An error is sent to the peer."""
         if self._bound.pop(landing.handle, None) and error:
             self.refuse(landing.handle, error)
 
     def fail(self, error: TransferError) -> None:
-        """The link is gone, and with it every transfer bound to it."""
+        """Closes the lost link and ends every transfer bound to it with `error`."""
         for landing in list(self._bound.values()):
             self.landings.end(landing, error)
         if self.side:
@@ -171,13 +170,13 @@ class ReceiverProtocol:
 
     @property
     def num_bound(self) -> int:
-        """Transfers under way on this link."""
+        """The number of transfers under way on this link."""
         return len(self._bound)
 
     def tick(self, now: float) -> None:
         """Raises TransferError once the peer has been silent, or has not said HELLO, for too long.
 
-        A sender has one link at a time: with another one open, silence here is not that of one who cannot be replaced.
+        A sender uses one link at a time. Once it has opened another, silence here is no longer borne as a sole peer's.
         """
         if self.landings.num_links(self._sender) > 1:
             self.liveness.sole = False
@@ -195,7 +194,7 @@ class ReceiverProtocol:
         hello = parse(Hello, message.body)
         try:
             check_proof(hello, self._secret)
-        except TransferError as why:  # it is not who it says it is, so nothing that it says is kept
+        except TransferError as why:  # the peer did not prove its identity, so nothing of its HELLO is kept
             self.outbox.append(control(Kind.REFUSE, Failure(code=why.code, message=why.message).packed()))
             return
         self.hello = hello
@@ -301,7 +300,7 @@ class ReceiverProtocol:
             self.landings.commit(landing, payload)
 
     def _fail_transfer(self, message: LinkMessage, code: str, why: str) -> None:
-        """A bad message costs the transfer that it names, and no other."""
+        """Ends the transfer that a bad message names, and no other one."""
         if landing := self._bound.get(message.handle):
             self.landings.end(landing, TransferError(code, f"{landing.transfer_id}: {why}"))
 

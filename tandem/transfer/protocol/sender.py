@@ -1,11 +1,11 @@
 """The sending end of a link as a state machine: no socket, no thread, no clock; time comes in as `now`.
 
     link      HELLO -> WELCOME (open) | REFUSE (failed)
-    transfer  begin: BEGIN -> PUSHING --accept, frame: FRAME*--> commit: COMMITTING, COMMIT behind FRAMEs -> ACK: DONE
+    transfer  begin: BEGIN -> PUSHING --accept, frame: FRAME*--> commit: COMMITTING, COMMIT after FRAMEs -> ACK: DONE
               at any time: abort or deadline (ABORT goes out), NACK or loss of the link -> FAILED
 
-The owner writes what stands in `outbox` to the peer and reports each message as `sent`; after every call it takes
-`credits` (slots that may be filled again) and `ended` (transfers whose outcome is known).
+The owner writes the messages of `outbox` to the peer; after every call it takes `credits` (slots that may be filled
+again) and `ended` (transfers whose outcome is known).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tandem.transfer.protocol.wire import (
     take_pulse,
 )
 
-# Seconds after its deadline by which a push has to be gone.
+# Seconds after its deadline within which a push must have ended.
 LATE_S = 1.0
 
 
@@ -54,9 +54,9 @@ class PushState(Enum):
 
 @dataclass(eq=False, slots=True)
 class Outgoing:
-    """One transfer. `error` says why it FAILED.
+    """An outgoing transfer. `error` is why it FAILED.
 
-    to_frame: how many accepted frames have no payload yet. gathering: payloads that a device may still be filling.
+    to_frame: the number of accepted frames without a payload. gathering: frames that a device may still be filling.
     """
 
     handle: int
@@ -73,17 +73,17 @@ class Outgoing:
 
     @property
     def reading(self) -> bool:
-        """True while accepted blocks may still be read; once it has ended it reads them no more. For one thread."""
+        """True while accepted blocks may still be read; False once the transfer has ended. Only for one thread."""
         if self.state in (PushState.DONE, PushState.FAILED):
             return False
         while self.gathering and self.gathering[0].ready:
             self.gathering.popleft()
-        return bool(self.to_frame or self.gathering)  # in this order, for `frame` changes them in the other one
+        return bool(self.to_frame or self.gathering)  # read in this order: `frame` changes `gathering` first
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The content of a slot. body: the same bytes, where they follow their header on the stream."""
+    """The contents of a slot. body: the bytes, if they follow their header on the stream, else None."""
 
     slot: int
     length: int
@@ -115,7 +115,7 @@ class SenderProtocol:
         self, transfer_id: str, *, first_block: int, num_blocks: int, num_layers: int, deadline: float,
         source: KVSource = KVSource.COMPUTE,
     ) -> Outgoing:  # fmt: skip
-        """Opens a transfer of blocks [first_block, first_block + num_blocks) of every layer."""
+        """Opens a transfer of blocks [first_block, first_block + num_blocks) of every layer. Raises TransferError."""
         welcome = self.opened()
         if num_layers != welcome.num_layers or first_block < 0 or num_blocks < 0:
             have = f"num_layers {num_layers}, first_block {first_block}, num_blocks {num_blocks}"
@@ -130,24 +130,24 @@ class SenderProtocol:
         return outgoing
 
     def tell(self, said: bytes) -> None:
-        """Queues what this side's transport says to the other side's."""
+        """Queues a message of this side's transport to the receiver's transport."""
         self._send(Kind.OPEN, 0, said)
 
     def check(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int) -> None:
-        """Raises unless these blocks may be pushed now; a wrong push fails the transfer."""
+        """Raises TransferError unless these blocks may be pushed now; a wrong push also fails the transfer."""
         self._pushing(outgoing)
         if fault := outgoing.coverage.fault(layer, first_block, num_blocks):
             self.abort(outgoing, TransferError("FAILED_PRECONDITION", f"{outgoing.transfer_id}: {fault}"))
             self._pushing(outgoing)
 
     def accept(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int) -> None:
-        """These blocks are the next frame of their transfer, whose payload is to come. Raises as `check` does."""
+        """Accepts blocks as the transfer's next frame, whose payload follows with `frame`. Raises as `check` does."""
         self.check(outgoing, layer, first_block, num_blocks)
         outgoing.coverage.add(layer, first_block, num_blocks)
         outgoing.to_frame += 1
 
     def frame(self, outgoing: Outgoing, layer: int, first_block: int, num_blocks: int, payload: Payload) -> None:
-        """Queues accepted blocks that lie in a slot, which comes back through `credits` whatever happens."""
+        """Queues a frame of accepted blocks that lie in a slot. The slot returns through `credits` in any case."""
         self._lent.add(payload.slot)
         if outgoing.error:
             self.returned(payload.slot)
@@ -163,12 +163,12 @@ class SenderProtocol:
         self._complete(outgoing)
 
     def fetch(self, fetch: Fetch) -> None:
-        """Asks the receiver for cached blocks. What comes of it is seen where they are to land."""
+        """Asks the receiver to push cached blocks. The result shows only in the transfer that expects these blocks."""
         self.opened()
         self._send(Kind.FETCH, 0, fetch.packed())
 
     def probe(self, payload: Payload) -> int:
-        """Queues a probe; `probed[handle]` will say whether the receiver saw the same bytes."""
+        """Queues a probe and returns its handle; `probed[handle]` becomes True if the receiver saw the same bytes."""
         self.opened()
         handle = self._next_handle()
         self._lent.add(payload.slot)
@@ -177,7 +177,7 @@ class SenderProtocol:
         return handle
 
     def commit(self, outgoing: Outgoing, payload: bytes) -> None:
-        """Every frame has been accepted: `ended` will tell whether all of them verified."""
+        """Commits a transfer whose blocks have all been accepted. The outcome comes through `ended`."""
         self._pushing(outgoing)
         if missing := outgoing.coverage.missing:
             text = f"{outgoing.transfer_id}: commit with {missing} (layer, block) pairs not pushed"
@@ -187,20 +187,20 @@ class SenderProtocol:
         self._complete(outgoing)
 
     def abort(self, outgoing: Outgoing, error: TransferError) -> None:
-        """Fails the transfer for this reason, here and at the receiver; does nothing once it has ended."""
+        """Fails a transfer with `error`, here and at the receiver; does nothing if it has ended."""
         if outgoing.handle in self._live:
             self._end(outgoing, error)
             self._send(Kind.ABORT, outgoing.handle, Failure(code=error.code, message=error.message).packed())
 
     def fail(self, error: TransferError) -> None:
-        """The link is gone, and with it every transfer on it."""
+        """Fails every transfer of the lost link with `error`."""
         self.error = self.error or error
         self.outbox.clear()
         for outgoing in list(self._live.values()):
             self._end(outgoing, error)
 
     def returned(self, slot: int) -> None:
-        """This slot has been read, or never will be; no error where it was not lent."""
+        """Returns a slot that has been read, or never will be, to `credits`; ignores a slot that was not lent."""
         if slot in self._lent:
             self._lent.remove(slot)
             self.credits.append(slot)
@@ -210,7 +210,7 @@ class SenderProtocol:
         self.liveness.sole = self._local.vitals.has_sole_peer()
         if self.liveness.lost(now):
             raise TransferError("UNAVAILABLE", f"nothing heard from {self.remote} for {self.liveness.limit_s:.1f} s")
-        if self.liveness.unheard(now):  # however hard to replace: on a new link it hears
+        if self.liveness.unheard(now):  # close even a sole peer's link: on a new one the peer may hear
             raise TransferError("UNAVAILABLE", f"{self.remote} hears nothing of what is sent to it")
         if self.welcome and self.liveness.ping_due(now):
             self.outbox.appendleft(self._message(Kind.PING, body=pulse_of(self._local.vitals)))
@@ -222,12 +222,12 @@ class SenderProtocol:
             self.abort(outgoing, TransferError("DEADLINE_EXCEEDED", f"{outgoing.transfer_id}: deadline passed"))
 
     def receive(self, message: LinkMessage, now: float) -> None:
-        """Takes one message of the peer. Raises TransferError where the link cannot go on."""
+        """Takes one message of the peer. Raises TransferError if the link cannot continue."""
         if checksum(message.body) != message.payload_sum:
             raise TransferError("DATA_LOSS", f"a damaged {message.kind.name} message")
         if self.welcome is None:
             self._answered(message)
-        elif message.nonce == self._nonce:  # a message of another incarnation says nothing about this link
+        elif message.nonce == self._nonce:  # messages of other incarnations are ignored
             self._control(message, now)
 
     def _answered(self, message: LinkMessage) -> None:
@@ -259,11 +259,11 @@ class SenderProtocol:
 
     @property
     def num_live(self) -> int:
-        """Transfers under way."""
+        """The number of transfers under way."""
         return len(self._live)
 
     def violations(self, accounted: Container[str], now: float) -> list[str]:
-        """Pushes that none of these transfers' owners makes any more, or that should have ended."""
+        """Describes the pushes that are not `accounted` for by a request, or that should have ended."""
         wrong = []
         for outgoing in self._live.values():
             if outgoing.state is PushState.PUSHING and outgoing.transfer_id not in accounted:
@@ -273,7 +273,7 @@ class SenderProtocol:
         return wrong
 
     def opened(self) -> Welcome:
-        """The receiver's welcome. Raises why the link is not, or no longer, open."""
+        """Returns the receiver's WELCOME. Raises TransferError if the link is not open yet, or has failed."""
         if self.error:
             raise self.error.fresh()
         if self.welcome is None:
@@ -287,7 +287,7 @@ class SenderProtocol:
             raise TransferError("FAILED_PRECONDITION", f"{outgoing.transfer_id}: already committed")
 
     def _complete(self, outgoing: Outgoing) -> None:
-        """COMMIT goes behind the last frame."""
+        """Queues COMMIT once the transfer is committed and its last frame is queued."""
         if outgoing.committed is not None and not outgoing.to_frame:
             self._send(Kind.COMMIT, outgoing.handle, outgoing.committed)
 
@@ -299,7 +299,7 @@ class SenderProtocol:
             self._unqueue(outgoing.handle)
 
     def _unqueue(self, handle: int) -> None:
-        """Drops what a failed transfer had yet to send; not its BEGIN, without which the ABORT would mean nothing."""
+        """Drops a failed transfer's queued FRAMEs and COMMIT. Its BEGIN stays, or the ABORT would mean nothing."""
         kept: deque[LinkMessage] = deque()
         for message in self.outbox:
             if message.kind in (Kind.FRAME, Kind.COMMIT) and message.handle == handle:

@@ -2,10 +2,10 @@
 
     header   magic version kind | link nonce | transfer | layer, first block, blocks | length, offset | payload's sum
              source | extent | the header's own sum
-    body     `length` bytes behind the header; or, where `offset` is not INLINE, at that offset, as the transport has it
+    body     `length` bytes after the header; or, if `offset` is not INLINE, at that offset of the transport's memory
 
-The payload's xxh3_64 stands in the header and the header's own xxh3_64 covers it, so together they cover all. A header
-that fails means the stream cannot be followed any more and the link ends; a payload that fails costs one transfer.
+The header holds the payload's xxh3_64, and the header's own xxh3_64 covers that sum too. A header with a wrong sum ends
+the link, because the stream cannot be followed any more; a payload with a wrong sum fails one transfer.
 
 Peers of different versions refuse each other: a header of any version but VERSION ends the link, HELLO's first of all.
 """
@@ -30,14 +30,14 @@ MAGIC = b"TDKV"
 VERSION = 6
 INLINE = 2**64 - 1
 MAX_CONTROL_BYTES = 1 << 20
-MAX_FETCHED_BLOCKS = 1 << 14  # as many names as a message holds
+MAX_FETCHED_BLOCKS = 1 << 14  # the names that fit into one message
 
 _FIELDS = struct.Struct("<4sBBxxQQIIIIQQBxHHHHHH2x")
 _SUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _SUM.size
 
 Bytes = bytes | memoryview
-Checksum = int | Callable[[], int | None]  # or what returns it once it is known, and None before
+Checksum = int | Callable[[], int | None]  # or a function that returns it once known, and None before
 
 
 class Kind(IntEnum):
@@ -50,7 +50,7 @@ class Kind(IntEnum):
     FRAME = 7
     COMMIT = 8
     ABORT = 9
-    ACK = 10  # every frame of the transfer verified
+    ACK = 10  # every frame of the transfer has been verified
     NACK = 11  # the transfer failed at the receiver
     PING = 12
     PONG = 13
@@ -62,7 +62,7 @@ PAYLOAD_KINDS = frozenset({Kind.PROBE, Kind.FRAME})
 
 
 class KVSource(IntEnum):
-    """A place that a transfer's blocks are sent from. COMPUTE: they are prefilled, whatever of them was cached."""
+    """The origin of a transfer's blocks. COMPUTE: a prefill, even if some of its blocks were cached."""
 
     COMPUTE = 0
     CACHE = 1
@@ -70,9 +70,9 @@ class KVSource(IntEnum):
 
 
 class Extent(NamedTuple):
-    """How much of a block a frame has: of layer group `group`, so many layers from the message's `layer` on, and of
-    those heads [first_head, first_head + num_heads), all if 0. It is of part `part` of the transfer's `parts`, which
-    come over links of their own."""
+    """The part of a block that a frame has: of layer group `group`, `num_layers` layers from the message's `layer` on,
+    and of these the heads [first_head, first_head + num_heads), all if 0. The frame belongs to part `part` of the
+    transfer's `parts`; each part comes over its own link."""
 
     group: int = 0
     num_layers: int = 1
@@ -82,7 +82,7 @@ class Extent(NamedTuple):
     parts: int = 1
 
 
-WHOLE = Extent()  # all of one layer, in a model of one group, from a worker of one rank
+WHOLE = Extent()  # all heads of one layer, in a model of one layer group, from a worker of one rank
 
 
 @dataclass(slots=True)
@@ -101,8 +101,8 @@ class LinkMessage:
     source: KVSource = KVSource.COMPUTE
     extent: Extent = WHOLE
     body: Bytes = b""
-    slot: int = -1  # the sender's slot behind the payload; never on the wire
-    later: Callable[[], int | None] | None = None  # returns payload_sum once the payload is there to be sent
+    slot: int = -1  # the sender's slot that holds the payload; not sent
+    later: Callable[[], int | None] | None = None  # returns payload_sum once the payload is ready, None before
 
     def header(self) -> bytes:
         """The bytes that go ahead of an inline body."""
@@ -114,15 +114,15 @@ class LinkMessage:
 
     @property
     def ready(self) -> bool:
-        """True once it may be written: its payload lies in its slot, and the sum is known."""
-        later = self.later  # another thread may be asking too
+        """True once the message may be written: its payload lies in its slot, and its sum is known."""
+        later = self.later  # another thread may run this at the same time
         if later is not None and (found := later()) is not None:
             self.payload_sum, self.later = found, None
         return self.later is None
 
     @property
     def inline_bytes(self) -> int:
-        """Bytes of body that follow the header on the stream."""
+        """The bytes of body that follow the header on the stream."""
         return self.length if self.offset == INLINE else 0
 
 
@@ -157,13 +157,13 @@ def checksum(data: Bytes) -> int:
 
 
 def link_nonce(sender: LinkPeer, receiver: LinkPeer, sender_nonce: int, receiver_nonce: int) -> int:
-    """A number that only these two incarnations' messages on this one link carry."""
+    """Returns the number that only messages between these two incarnations on this one link carry."""
     text = "\0".join((sender.incarnation, receiver.incarnation, str(sender_nonce), str(receiver_nonce)))
     return xxh3_64_intdigest(text.encode())
 
 
 class ControlBody(BaseModel):
-    """A control message's body: JSON, every field checked."""
+    """The body of a control message: JSON with validated fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -172,9 +172,9 @@ class ControlBody(BaseModel):
 
 
 class Hello(ControlBody):
-    """receiver: the one that the sender means to reach. offers: what each transport's sender says of it, best first.
+    """Body of HELLO. receiver: the peer that the sender means to reach. offers: each transport's offer, best first.
 
-    proof: that the sender has the cluster's secret and has said the rest; empty where there is none.
+    proof: proves that a sender with the cluster's secret wrote the other fields; empty if there is no secret.
     """
 
     sender: LinkPeer
@@ -185,9 +185,9 @@ class Hello(ControlBody):
 
 
 class Welcome(ControlBody):
-    """transport: the first of the sender's that will do here. refused: why those before it will not.
+    """Body of WELCOME. transport: the first of the sender's that works here. refused: why those before it do not.
 
-    proof: that the receiver has the cluster's secret and has said the rest to this HELLO.
+    proof: proves that a receiver with the cluster's secret wrote the other fields in answer to this HELLO.
     """
 
     receiver: LinkPeer
@@ -201,7 +201,7 @@ class Welcome(ControlBody):
 
 
 class Begin(ControlBody):
-    """Blocks [first_block, first_block + num_blocks) of every one of `num_layers` layers will come."""
+    """Body of BEGIN: announces blocks [first_block, first_block + num_blocks) of each of `num_layers` layers."""
 
     transfer_id: str
     first_block: int
@@ -210,8 +210,8 @@ class Begin(ControlBody):
 
 
 class Fetch(ControlBody):
-    """Asks for blocks of these names (hexadecimal, all in one), up to the first that is not cached, as blocks 0, 1 … of
-    this transfer to its sender, who is at `address`, within `timeout_ms`."""
+    """Body of FETCH: asks the peer to push the blocks of `names` (hexadecimal, joined), up to the first that is not
+    cached, within `timeout_ms`, to the receiver at `address` of FETCH's sender, as blocks 0, 1 … of this transfer."""
 
     transfer_id: str
     address: str
@@ -224,7 +224,7 @@ class Fetch(ControlBody):
         return cls(transfer_id=transfer_id, address=address, timeout_ms=max(1, int(timeout_s * 1000)), names=asked)
 
     def block_names(self) -> list[bytes]:
-        """Raises TransferError(DATA_LOSS)."""
+        """Returns the names of the blocks. Raises TransferError(DATA_LOSS) if they are not hexadecimal."""
         try:
             data = bytes.fromhex(self.names)
         except ValueError:
@@ -233,9 +233,9 @@ class Fetch(ControlBody):
 
 
 class Pulse(ControlBody):
-    """Body of PING. starvation: of its sender. is_sole: nobody could take its sender's place.
+    """Body of PING. starvation: that of its sender. is_sole: no other worker could take its sender's place.
 
-    unheard_s: for how long its sender has heard nothing from the other side.
+    unheard_s: the seconds for which its sender has heard nothing from the other side.
     """
 
     starvation: float = Field(ge=0)
@@ -269,12 +269,12 @@ G = TypeVar("G", Hello, Welcome)
 
 
 def proven(greeting: G, secret: ClusterSecret, to: str = "") -> G:
-    """The same with its proof. `to`: the proof of the HELLO that a WELCOME answers."""
+    """Returns the greeting with its proof. `to`: for a WELCOME, the proof of the HELLO that it answers."""
     return greeting.model_copy(update={"proof": secret.proof(f"{type(greeting).__name__} {to}", _unproven(greeting))})
 
 
 def check_proof(greeting: Hello | Welcome, secret: ClusterSecret, to: str = "") -> None:
-    """Raises TransferError(UNAUTHENTICATED)."""
+    """Checks a greeting's proof. Raises TransferError(UNAUTHENTICATED)."""
     kind = type(greeting).__name__
     if not secret.proves(greeting.proof, f"{kind} {to}", _unproven(greeting)):
         raise TransferError("UNAUTHENTICATED", f"{kind}: the peer does not have the cluster's secret")
@@ -285,7 +285,7 @@ def _unproven(greeting: Hello | Welcome) -> bytes:
 
 
 def parse(body: type[B], data: Bytes | dict[str, Any]) -> B:
-    """Raises TransferError(DATA_LOSS) naming the fields that are wrong."""
+    """Parses a control body. Raises TransferError(DATA_LOSS) naming the fields that are wrong."""
     try:
         return body.model_validate(data) if isinstance(data, dict) else body.model_validate_json(bytes(data))
     except ValidationError as error:

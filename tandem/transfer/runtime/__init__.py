@@ -1,1 +1,1 @@
-"""Links at work: what has threads and locks, around the protocol. `threads` or `loop` drives it."""
+"""Running links: the threads and locks around the protocol. `threads` or `loop` drives a link."""

@@ -1,9 +1,9 @@
-"""One end of a link at work: it carries messages between the stream and the end, as a task that a driver steps.
+"""A running end of a link: a task, stepped by a driver, that carries messages between the stream and the end.
 
-    each step  read a few messages and hand them over -> write what the end has to say -> tick, now and then
-               -> idle once nothing has moved for as long as the end is patient: until the stream is ready, somebody
-                  wakes it, or something falls due
-    the end    of the stream, of the peer's life, by a bad message or by `close`: `closed` is called exactly once
+    each step  read a few messages and hand them to the end -> write the end's messages -> tick when due
+               -> idle once nothing has moved for `patience` seconds: until the stream is ready, another thread wakes
+                  it, or something is due
+    the end    by the end of the stream, a dead peer, a bad message or `close`: `closed` is called exactly once
 
 Messages are read and written in bursts: on a busy link a thread switch costs more than the message. For the same reason
 a thread that queues a small message writes it too, one thread at a time.
@@ -33,11 +33,13 @@ WRITE_BURST_BYTES = 256 << 10
 
 
 class End(Protocol):
-    """One side's protocol, as a connection serves it. It calls from its driver, `pending`, `take` and `sent` also
-    from `flush`.
+    """The protocol of one side, as a connection uses it.
 
-    patience: seconds to look for messages after one has come before it sleeps. poll_s: to sleep at most, for something
-    is under way that wakes nobody. A TransferError ends the link.
+    The driver's thread calls all methods; threads that `flush` also call `pending`, `take` and `sent`. A TransferError
+    ends the link.
+
+    patience: seconds to keep looking for messages after one has come, before the connection sleeps. poll_s: the most
+    seconds to sleep, if something is under way whose end wakes no thread.
     """
 
     liveness: Liveness
@@ -49,22 +51,22 @@ class End(Protocol):
 
     @property
     def under_way(self) -> bool:
-        """True while anything but silence may fall due."""
+        """True while a deadline other than that of a silent peer may expire."""
 
     @property
     def small(self) -> bool:
-        """True if its messages are so small that writing one costs less than waking a thread."""
+        """True if messages are so small that writing one costs less than waking a thread."""
 
     def pending(self) -> bool:
         """True if `take` would return something."""
 
     def take(self) -> list[LinkMessage]:
-        """The next messages to write."""
+        """Removes and returns the next messages to write."""
 
     def sent(self, messages: list[LinkMessage]) -> None: ...
     def receive(self, message: LinkMessage) -> None: ...
     def resume(self) -> bool:
-        """Goes on with what had to wait; whether it did."""
+        """Retries blocked work. Returns True if anything progressed."""
 
     def tick(self) -> None: ...
     def closed(self, error: TransferError) -> None: ...
@@ -78,7 +80,7 @@ class Watched(Protocol):
 
 
 def burst(outbox: deque[LinkMessage]) -> list[LinkMessage]:
-    """Takes from `outbox` what is worth one call of the stream."""
+    """Removes and returns the messages of `outbox` to write in one call of the stream."""
     taken: list[LinkMessage] = []
     size = 0
     while outbox and outbox[0].ready and len(taken) < WRITE_BURST_MESSAGES and size < WRITE_BURST_BYTES:
@@ -88,7 +90,8 @@ def burst(outbox: deque[LinkMessage]) -> list[LinkMessage]:
 
 
 class Connection:
-    """`dial` makes its stream, in the first step. Raises TransferError or OSError."""
+    """A task that serves `end` over the stream that `dial` makes in the first step; `dial` may raise TransferError or
+    OSError."""
 
     def __init__(self, dial: Callable[[], ByteStream], end: End, driver: Driver, name: str) -> None:
         self.name = name
@@ -100,7 +103,7 @@ class Connection:
         self._parts: deque[memoryview] = deque()
         self._tick_at = self._moved_at = 0.0
         self._asleep = False
-        self._writer = threading.Lock()  # its holder writes
+        self._writer = threading.Lock()  # held by the thread that writes
         self._over = False
 
     def start(self) -> None:
@@ -111,9 +114,9 @@ class Connection:
         return self._running is not None and self._running.alive and self._closing is None and not self._over
 
     def flush(self) -> None:
-        """From any thread: the end has something to write. Small messages are written here and now.
+        """Announces new messages of the end, from any thread. Small messages are written immediately, by this thread.
 
-        What does not go without waiting, and any failure, is left to the driver.
+        Messages that cannot be written without waiting, and any failure, are left to the driver.
         """
         if self._end.small or not self._driver.concurrent:
             with suppress(OSError, TransferError):
@@ -124,12 +127,12 @@ class Connection:
             self._wake()
 
     def close(self, error: TransferError) -> None:
-        """Ends the link for this reason, soon."""
+        """Has the driver end the link soon, with this error."""
         self._closing = self._closing or error
         self._wake()
 
     def join(self) -> None:
-        """After `close`: waits until it has ended."""
+        """Waits, after `close`, until the connection has ended."""
         if self._running:
             self._running.join()
 
@@ -140,7 +143,7 @@ class Connection:
             if self._closing is None:
                 return self._turn()
             with self._writer:
-                while self._stream and self._write_some(self._stream):  # what goes without waiting: an ABORT, say
+                while self._stream and self._write_some(self._stream):  # write what needs no waiting, such as an ABORT
                     pass
             error = self._closing
         except TransferError as why:
@@ -153,7 +156,7 @@ class Connection:
         return None
 
     def idle(self) -> bool:
-        self._asleep = True  # before the last look at the end: a thread that queues a message after it will wake us
+        self._asleep = True  # set before the last check: a thread that queues a message later wakes us
         return self._blocked or not self._end.pending()
 
     def wait(self, timeout: float) -> None:
@@ -169,7 +172,7 @@ class Connection:
 
     @property
     def _blocked(self) -> bool:
-        """True if the stream has no room, or another thread writes and will wake us for what it leaves."""
+        """True if the stream is full, or if another thread writes, which wakes us if it leaves something."""
         return bool(self._parts) or self._writer.locked()
 
     def _wake(self) -> None:
@@ -181,7 +184,7 @@ class Connection:
             self._over = True
             if self._stream:
                 self._stream.close()
-            self._writing.clear()  # messages may hold on to a side's memory
+            self._writing.clear()  # messages may keep a side's memory alive
             self._parts.clear()
         self._end.closed(error.fresh())
 
@@ -217,7 +220,10 @@ class Connection:
         return True
 
     def _write(self) -> bool:
-        """Writes what is due; True if something was. False also while another thread writes: that one looks again."""
+        """Writes queued messages; True if some bytes went.
+
+        False while another thread writes: that thread looks again.
+        """
         if self._stream is None or not self._writer.acquire(blocking=False):
             return False
         try:

@@ -13,31 +13,34 @@ class Task(Protocol):
     name: str
 
     def step(self) -> float | None:
-        """Does what can be done without waiting. Seconds until it must be stepped again, or None: it has ended."""
+        """Does what needs no waiting.
+
+        Returns the seconds until the next step is due, or None once the task has ended.
+        """
 
     def idle(self) -> bool:
-        """Nothing is left to do; from now on it is woken when there is."""
+        """Prepares for waiting, so that new work wakes the task. Returns True if there is nothing to do now."""
 
     def wait(self, timeout: float) -> None:
-        """Until there may be something to do."""
+        """Waits until there may be something to do, or `timeout` seconds have passed."""
 
     def watch(self, ready: Callable[[], None]) -> None:
-        """Instead of waiting: `ready` is called whenever there may be something to do."""
+        """Has `ready` called whenever there may be something to do; replaces `wait` on an event loop."""
 
 
 class Running(Protocol):
     @property
     def alive(self) -> bool: ...
     def join(self) -> None:
-        """After the task was asked to end: waits, for a bounded time, until it has."""
+        """Waits, for a bounded time, until a task that was told to end has ended."""
 
 
 class Driver(Protocol):
-    """concurrent: whether other threads use a link while it runs."""
+    """Runs tasks. concurrent: True if other threads use a link while its task runs."""
 
     concurrent: bool
 
     def now(self) -> float: ...
     def start(self, task: Task) -> Running: ...
     def pause(self, changed: threading.Condition, seconds: float) -> None:
-        """Lets others work for a moment, `changed` being held. Raises TransferError where nobody else could."""
+        """Releases `changed` for a moment, so that other threads work. Raises TransferError if there are none."""

@@ -1,6 +1,6 @@
 """The sending side as a prefill worker sees it: a Link to one decode worker, and on it a Push for each sequence.
 
-begin -> push (layer by layer, chunk by chunk) -> commit -> its future resolves: every frame verified there
+begin -> push (layer by layer, chunk by chunk) -> commit -> its future resolves: the receiver verified every frame
                                              \\-> abort: the receiver forgets the transfer
 """
 
@@ -21,7 +21,7 @@ from tandem.transfer.runtime.sending_end import SendingEnd
 
 
 class Push:
-    """One sequence's KV blocks being sent. One thread pushes; any thread may abort."""
+    """The transfer of one sequence's KV blocks. Only one thread may push; any thread may abort."""
 
     def __init__(self, end: SendingEnd, connection: Connection, outgoing: Outgoing) -> None:
         self._end, self._connection, self._outgoing = end, connection, outgoing
@@ -30,25 +30,26 @@ class Push:
 
     @property
     def bytes_sent(self) -> int:
-        """KV bytes gathered and queued so far."""
+        """The KV bytes that were gathered and queued so far."""
         return self._outgoing.bytes_sent
 
     @property
     def bytes_pushed(self) -> int:
-        """KV bytes of all that was pushed, those included that wait to be gathered."""
+        """The KV bytes of all blocks pushed so far, including blocks that wait to be gathered."""
         return self._outgoing.coverage.num_seen * self._block_bytes
 
     @property
     def reading(self) -> bool:
-        """True while blocks that were pushed may still be read, and must stay as they are. For the pushing thread."""
+        """True while pushed blocks may still be read and must not change. Only for the pushing thread."""
         return self._outgoing.reading
 
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
         """Sends blocks `block_ids` of one layer's cache as logical blocks first_block, first_block + 1, ...
 
-        kv: (num_blocks, 2, num_kv_heads, block_size, head_dim), contiguous. In this machine's memory, blocks are copied
-        before this returns, which waits while the link's memory is full, at most to the transfer's deadline. On a
-        device they are copied once it has computed them, and nothing waits: see `reading`. Raises TransferError.
+        kv: (num_blocks, 2, num_kv_heads, block_size, head_dim), contiguous. Blocks in this machine's memory are copied
+        before `push` returns; it waits while the link's memory is full, at most until the transfer's deadline. Blocks
+        on a device are copied once the device has computed them, and `push` does not wait: see `reading`. Raises
+        TransferError.
         """
         rows = self._source.rows(layer, kv)
         ids = self._source.ids(block_ids, rows.count)
@@ -59,13 +60,14 @@ class Push:
                 self._end.push(self._outgoing, layer, first_block + start, rows, ids[start : start + step])
                 self._connection.flush()
         except TransferError:
-            self._connection.flush()  # an ABORT may be waiting to go out
+            self._connection.flush()  # an ABORT may be queued
             raise
 
     def commit(self, payload: bytes) -> Future[None]:
-        """Call after the last push; `payload` reaches the receiver's on_commit. Raises, or fails with, TransferError.
+        """Ends the transfer after its last push; `payload` reaches the receiver's on_commit. The call raises, or its
+        future fails with, TransferError.
 
-        The future resolves on the link's thread: what its callbacks do must be short.
+        The future resolves on the link's thread, so its callbacks must be short.
         """
         try:
             return self._end.commit(self._outgoing, payload)
@@ -73,7 +75,7 @@ class Push:
             self._connection.flush()
 
     def abort(self, reason: str) -> None:
-        """Idempotent. The receiver's on_abort gets ABORTED and the reason."""
+        """Aborts the transfer, if it has not ended. The receiver's on_abort gets ABORTED and the reason."""
         self._end.abort(self._outgoing, TransferError("ABORTED", reason))
         self._connection.flush()
 
@@ -88,7 +90,7 @@ class Push:
 class Link:
     """A warmed path to one incarnation of one decode worker; opened and owned by a Sender.
 
-    opened: resolves to this link once a block has gone there and its answer has come back.
+    opened: resolves to this link once the receiver has confirmed a first block.
     """
 
     def __init__(self, remote: LinkPeer, end: SendingEnd, connection: Connection, unusable: Mapping[str, str]) -> None:
@@ -103,32 +105,35 @@ class Link:
 
     @property
     def error(self) -> TransferError | None:
-        """Why the link ended; None until its transfers have been failed with it, soon after it is no longer healthy."""
+        """Why the link ended; None until its transfers have failed, which may be shortly after it is unhealthy."""
         return self._end.error
 
     @property
     def rtt(self) -> float:
-        """Seconds that the opening probe took; 0 while it has not come back."""
+        """The seconds that the opening probe took; 0 until its answer has come."""
         opened = self._end.opened
         return max(opened.result(), 1e-9) if opened.done() and opened.exception() is None else 0.0
 
     @property
     def transport(self) -> str:
-        """Empty until the receiver has chosen one."""
+        """The transport that the receiver has chosen; empty until then."""
         return self._end.welcome.transport if self._end.welcome else ""
 
     @property
     def refused(self) -> dict[str, str]:
-        """Why not a transport that the sender likes better, by its name."""
+        """The transports that the sender prefers but cannot use, with the reasons."""
         return {**self._unusable, **(self._end.welcome.refused if self._end.welcome else {})}
 
     @property
     def carrier(self) -> str:
-        """The network that the transport itself chose for payloads; empty if it has no choice, or has not said."""
+        """The network that the transport itself chose for payloads; empty if it has no choice or reported none yet."""
         return self._end.carrier
 
     def probe(self, nbytes: int, *, timeout_s: float) -> Future[float]:
-        """Sends `nbytes`; resolves to the seconds until the receiver has said that it saw them. TransferError."""
+        """Sends `nbytes`; the future resolves to the seconds until the receiver confirmed them.
+
+        Raises TransferError.
+        """
         try:
             return self._end.probe(nbytes, timeout_s)
         finally:
@@ -140,14 +145,14 @@ class Link:
     ) -> Push:  # fmt: skip
         """Opens a transfer of logical blocks [first_block, first_block + num_blocks), which the receiver expects.
 
-        It must be committed within `timeout_s`. Raises TransferError.
+        The transfer must be committed within `timeout_s`. Raises TransferError.
         """
         outgoing = self._end.begin(transfer_id, first_block, num_blocks, num_layers, timeout_s, source)
         self._connection.flush()
         return Push(self._end, self._connection, outgoing)
 
     def fetch(self, fetch: Fetch) -> None:
-        """Asks the other worker to push blocks that it has cached to this one's own receiver. Raises TransferError."""
+        """Asks the other worker to push blocks that it has cached to this worker's receiver. Raises TransferError."""
         try:
             self._end.fetch(fetch)
         finally:
@@ -157,16 +162,16 @@ class Link:
         return self._end.check_integrity(accounted)
 
     def start(self) -> None:
-        """For the Sender, once."""
+        """Starts the link. Only the Sender calls this, once."""
         self._end.opened.add_done_callback(self._opened)
         self._connection.start()
 
     def close(self, reason: str) -> None:
-        """For the Sender: ends the link, soon; every transfer on it fails with UNAVAILABLE."""
+        """Ends the link soon; its transfers fail with UNAVAILABLE. Only the Sender calls this."""
         self._connection.close(TransferError("UNAVAILABLE", reason))
 
     def join(self) -> None:
-        """For the Sender, after `close`: waits, for a bounded time, until nothing of the link is left."""
+        """Waits after `close`, for a bounded time, until the link has ended. Only the Sender calls this."""
         self._connection.join()
 
     def _opened(self, probed: Future[float]) -> None:

@@ -1,4 +1,4 @@
-"""The outside world of links: the network they go over, the driver that runs their ends, and random numbers."""
+"""The outside world of links: their network, the driver that runs their ends, and random numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def new_nonce() -> int:
 
 @dataclass(frozen=True)
 class LinkRuntime:
-    """new_nonce: makes a number that no other link has."""
+    """The runtime of links. new_nonce: returns a number that no other link has."""
 
     network: Network = field(default_factory=SocketNetwork)
     driver: Driver = field(default_factory=Threads)

@@ -6,9 +6,9 @@
     link = await asyncio.wrap_future(sender.open_link(decode, receiver.address, timeout_s=1.5))
     await asyncio.wrap_future(receiver.cancel(transfer_id))
 
-The network's streams and listeners need `watch`, as MemoryNetwork's have. Time is the loop's, so it runs on a loop with
-virtual time; with the same nonces, network and calls it does the same in the same order. Nothing can wait here:
-`Push.push` raises RESOURCE_EXHAUSTED where a link's memory (`arena_bytes`) and its stream are full.
+The network's streams and listeners need `watch`, as MemoryNetwork's have. The driver takes its time from the loop,
+which may have virtual time; the same nonces, network and calls give the same steps in the same order. No call can wait
+here: `Push.push` raises RESOURCE_EXHAUSTED if a link's memory (`arena_bytes`) and its stream are full.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages out of a stream: headers come through a small buffer, many at a time, large bodies go straight to memory."""
+"""Reading messages from a stream: many headers at a time through a small buffer, large bodies straight to memory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ STAGE_BYTES = 16 << 10
 
 
 class Reader:
-    """`heard` becomes true whenever a byte has come. max_frame_bytes: the largest payload the peer may send inline."""
+    """Reads messages.
+
+    `heard` becomes True when a byte has come. max_frame_bytes: the largest inline payload allowed.
+    """
 
     def __init__(self, stream: ByteStream, max_frame_bytes: int) -> None:
         self.heard = False
         self._stream, self._max_frame_bytes = stream, max_frame_bytes
         self._stage = memoryview(bytearray(STAGE_BYTES))
-        self._start = self._end = 0  # staged bytes not yet used
+        self._start = self._end = 0  # the bounds of staged bytes not used yet
         self._memory = np.empty(0, np.uint8)
         self._message: LinkMessage | None = None
         self._body = memoryview(b"")
         self._filled = 0
 
     def next(self) -> LinkMessage | None:
-        """The next whole message, or None when its bytes have not come yet. Its body lasts until the next call.
+        """Returns the next whole message, or None if its bytes have not come yet.
 
-        Raises OSError when the peer is gone, TransferError where the stream cannot be followed.
+        Its body is valid until the next call.
+
+        Raises OSError if the peer is gone, TransferError if the stream cannot be followed any more.
         """
         if self._message is None:
             if not self._stages(HEADER_BYTES):
@@ -81,7 +86,10 @@ class Reader:
         return count
 
     def _memory_for(self, message: LinkMessage) -> memoryview:
-        """Memory for the body, kept from message to message, as large as the largest so far."""
+        """Returns memory for the message's body.
+
+        It is reused for later messages. Raises TransferError for too large a one.
+        """
         size = message.inline_bytes
         limit = self._max_frame_bytes if message.kind in PAYLOAD_KINDS else MAX_CONTROL_BYTES
         if size > limit:

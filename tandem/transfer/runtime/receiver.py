@@ -26,20 +26,20 @@ from tandem.transfer.runtime.shared_landings import SharedLandings
 from tandem.transfer.transports import make_transports
 from tandem.transfer.transports.base import ByteStream
 
-# Seconds between two looks at deadlines: while transfers are expected, and while none is.
+# Seconds between two checks of deadlines: while transfers are expected, and while none is.
 TICK_SECONDS, QUIET_SECONDS = 0.05, 0.25
-# A sender begins before it computes, on a link that it opens within 1.5 s; a starved one takes longer. The gateway
-# aborts sooner where it loses that worker.
+# The seconds within which a sender must begin. It begins before it computes, on a link that it opens within 1.5 s; a
+# starved sender takes longer. If the gateway loses that worker, it aborts sooner.
 BEGIN_SECONDS = MOST_S
 
 _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Thread-safe. Callbacks run on its threads and must be short: a link reads nothing while one runs.
+    """Receives transfers. Thread-safe. Callbacks run on its threads and must be short: a link does not read meanwhile.
 
     kv_cache: one contiguous tensor (num_blocks, 2, num_kv_heads, block_size, head_dim) a layer.
-    max_links: senders beyond these are refused. on_fetch: called when a sender asks for cached blocks.
+    max_links: further senders are refused. on_fetch: called when a sender asks for cached blocks.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Receiver:
         self._driver, self._new_nonce, self._max_links = runtime.driver, runtime.new_nonce, max_links
         self._landings = SharedLandings()
         self.on_fetch: OnFetch = lambda peer, fetch: None
-        self._connections: dict[Connection, ReceivingEnd] = {}  # the oldest first
+        self._connections: dict[Connection, ReceivingEnd] = {}  # connections, the oldest first
         self._closing = False
         self._listener = runtime.network.listen(host, port)
         self.address = self._listener.address
@@ -62,7 +62,7 @@ class Receiver:
 
     @property
     def healthy(self) -> bool:
-        """True while it takes links."""
+        """True while the receiver accepts links."""
         return self._running.alive and not self._closing
 
     def expect(
@@ -72,13 +72,13 @@ class Receiver:
     ) -> None:  # fmt: skip
         """Lets one sender write logical blocks [first_block, len(block_ids)) of the sequence to the cache.
 
-        block_ids: physical id of every logical prompt block. timeout_s: to its commit. sender: the one incarnation that
-        may, and has to within BEGIN_SECONDS; its lost link ends the transfer even before. Empty for any. may_be_less:
-        it may send only the first of these blocks; bytes received say how many.
+        block_ids: physical id of every logical prompt block. timeout_s: the time until the commit. sender: the only
+        incarnation that may send, which must begin within BEGIN_SECONDS and whose lost link ends the transfer; empty:
+        any. may_be_less: the sender may send only the first of these blocks; the bytes received show how many.
 
         Exactly one of on_commit(payload, bytes received) and on_abort(code, reason) is called once, unless `cancel`
-        comes first; the blocks may be given to another sequence as soon as either begins. Raises ValueError naming the
-        bad argument.
+        comes first; the blocks may be given to another sequence as soon as either begins. Raises ValueError naming a
+        bad argument, TransferError if the receiver is closed.
         """
         ids = self._cache.ids(block_ids, first_block)
         now = self._driver.now()
@@ -92,26 +92,26 @@ class Receiver:
             self._landings.table.expect(landing)
 
     def cancel(self, transfer_id: str) -> Future[None]:
-        """Fence: returns at once, and from now on no write and no callback of this transfer begins.
+        """Cancels a transfer and returns immediately; from now on no write and no callback of the transfer begins.
 
-        The future resolves once none is under way either, at once as a rule: only then may the blocks be used again.
-        So hang what frees them on the future; it never fails. An unknown id is no error.
+        The future resolves, usually immediately, once no write or callback is under way. Only then may the blocks be
+        used again, so free them in a callback of the future. The future never fails. An unknown id is no error.
         """
         return self._landings.cancel(transfer_id)
 
     def check_integrity(self, accounted: Container[str]) -> IntegrityReport:
-        """`accounted`: transfers that somebody waits for."""
+        """Reports links and transfers held and what is wrong. `accounted`: the transfers for which a sequence waits."""
         with self._landings.lock:
             table = self._landings.table
             held = {"transfers": len(table.live) + len(table.ending), "kv_links": self._num_links()}
             return IntegrityReport(held, tuple(table.violations(accounted, self._driver.now())))
 
     def close(self) -> None:
-        """Ends every link and transfer, those still open with on_abort. Waits, for a bounded time, until they have."""
+        """Ends every link and transfer, calling on_abort of open transfers; waits for their end for a bounded time."""
         self._closing = True
         self._running.join()
 
-    # The task that accepts links and watches deadlines.
+    # --- the task that accepts links and watches deadlines ---
 
     def step(self) -> float | None:
         if self._closing:
@@ -144,7 +144,7 @@ class Receiver:
             elif stream:
                 self._open(stream)
             return stream is not None
-        except OSError as error:  # one connection's trouble, or no descriptors left: neither ends the others
+        except OSError as error:  # a failed connection, or no free descriptors: other links go on
             _log.warning("a KV link could not be accepted: %s", error)
             return False
 
@@ -161,7 +161,7 @@ class Receiver:
         return sum(connection.alive for connection in list(self._connections))
 
     def _make_room(self) -> bool:
-        """Ends the oldest link that has not said who it is, if there is one: strangers may not keep workers out."""
+        """Ends the oldest link that has not said HELLO, so that strangers cannot keep workers out; False if none is."""
         silent = next((connection for connection, end in self._connections.items() if not end.greeted), None)
         if silent:
             silent.close(TransferError("RESOURCE_EXHAUSTED", f"{self.identity} needs the link for another"))
@@ -169,7 +169,7 @@ class Receiver:
         return silent is not None
 
     def _refuse(self, stream: ByteStream) -> None:
-        """Says why, if it goes without waiting, and hangs up."""
+        """Sends a REFUSE with the reason, if that needs no waiting, and closes the stream."""
         text = f"{self.identity} has {self._max_links} links, as many as it takes"
         _log.warning("a KV link was refused: %s", text)
         refusal = control(Kind.REFUSE, Failure(code="RESOURCE_EXHAUSTED", message=text).packed())

@@ -1,4 +1,4 @@
-"""The receiver's end of a link: between two looks at the protocol it copies payloads to the cache."""
+"""The receiver's end of a link: it runs the protocol under a lock and copies payloads to the cache without it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tandem.transfer.runtime.shared_landings import SharedLandings
 from tandem.transfer.transports.base import ReceiveSide, Transport, Unusable
 
 OnFetch = Callable[[LinkPeer, Fetch], None]
-# The largest frame a sender may send where no block is larger, and so the memory each tcp link may take.
+# The largest frame that a sender may send, unless one block is larger; a tcp link may take as much memory.
 MAX_FRAME_BYTES = 4 << 20
 
 
 class ReceivingEnd:
-    patience = 100e-6  # the next layer of a chunk that is read from a cache comes sooner; a wake-up costs half as much
+    patience = 100e-6  # a chunk's next layer from a cache comes sooner; a wake-up costs half as much
     small = True
 
     def __init__(
@@ -65,13 +65,13 @@ class ReceivingEnd:
         if message.kind in PAYLOAD_KINDS and self._protocol.side:
             self._protocol.side.announced(message)
         if self._waiting and message.kind not in (Kind.PING, Kind.PONG):
-            message.body = bytes(message.body)  # lasts longer than the reader's memory
+            message.body = bytes(message.body)  # keep the body: the reader reuses its memory
             self._later.append(message)
         else:
             self._take(message)
 
     def resume(self) -> bool:
-        """The write whose payload has not arrived yet, and then what came after it."""
+        """Carries out the waiting write once its payload has arrived, and then the messages that came after it."""
         moved = False
         while self._waiting and self._arrived(self._waiting):
             write, self._waiting, moved = self._waiting, None, True
@@ -105,7 +105,7 @@ class ReceivingEnd:
         return self._protocol.side is not None and self._protocol.side.arrived(write.message)
 
     def _write(self, write: Write) -> None:
-        """Copies and sums the payload, or only sums a probe's; the sum is of what was copied."""
+        """Copies and sums the payload, or only sums a probe's. The sum is taken of the copied bytes."""
         seen, side, message = -1, self._protocol.side, write.message
         assert side is not None
         with self._landings.lock:
@@ -130,7 +130,7 @@ class ReceivingEnd:
             self._on_fetch(self._protocol.hello.sender, self._protocol.fetches.popleft())
 
     def _accept(self, hello: Hello) -> tuple[ReceiveSide | None, dict[str, str]]:
-        """The first of the sender's transports that works here, and why those before it do not."""
+        """Returns a side of the sender's first transport that works here, and why those before it do not."""
         refused: dict[str, str] = {}
         for name, offer in hello.offers.items():
             try:

@@ -24,9 +24,9 @@ from tandem.transfer.transports.base import ByteStream, Network, SendSide, Unusa
 
 
 class Sender:
-    """Thread-safe. `transports`: best first. arena_bytes: memory of each link that frames wait in (back-pressure).
+    """Opens links and owns them. Thread-safe. `transports`: best first. arena_bytes: each link's memory for frames.
 
-    Little of it is better than much: what the receiver reads should still lie in a cache.
+    Once that memory is full, pushes wait. Small memory is better: the receiver can then read from the CPU's caches.
     """
 
     def __init__(
@@ -43,8 +43,9 @@ class Sender:
     def open_link(self, remote: LinkPeer, address: str, *, timeout_s: float) -> Future[Link]:
         """Connects to a receiver, shakes hands and moves one block, within `timeout_s`.
 
-        A healthy or opening link to the same incarnation is shared. Raises, or fails with, TransferError: UNAVAILABLE
-        when nobody answers, FAILED_PRECONDITION naming both incarnations or both layout hashes where they differ.
+        Returns an existing healthy or opening link to the same incarnation. The call raises, or its future fails with,
+        TransferError: UNAVAILABLE if no worker answers, FAILED_PRECONDITION naming both incarnations or both layout
+        hashes if these differ.
         """
         local = self._local.identity
         if remote.layout_hash != local.layout_hash:
@@ -64,20 +65,20 @@ class Sender:
         return link.opened
 
     def link(self, worker_id: str, incarnation: str) -> Link | None:
-        """An open, healthy link to this incarnation."""
+        """Returns the open, healthy link to this incarnation, if any."""
         with self._lock:
             link = self._links.get((worker_id, incarnation))
         return link if link and link.healthy else None
 
     def close_link(self, worker_id: str, incarnation: str) -> None:
-        """Every transfer on it fails, soon. No error where there is no such link."""
+        """Closes the link to this incarnation, if there is one; its transfers fail soon."""
         with self._lock:
             link = self._links.pop((worker_id, incarnation), None)
         if link:
             link.close("closed by the sender")
 
     def check_integrity(self, accounted: Container[str]) -> IntegrityReport:
-        """`accounted`: transfers that a request pushes for."""
+        """Reports what links hold and what is wrong. `accounted`: the transfers for which a request pushes."""
         with self._lock:
             links = list(self._links.values())
         held, violations = Counter[str](transfers=0, slots=0, kv_links=len(links)), tuple[str, ...]()
@@ -106,7 +107,7 @@ class Sender:
         return Link(remote, end, Connection(dial, end, driver, f"kv-to-{remote.worker_id}"), unusable)
 
     def _sides(self) -> tuple[dict[str, SendSide], dict[str, str]]:
-        """Transports that this worker offers for a new link, and why not the others."""
+        """Returns the transports' sides for a new link, and why other transports are not offered."""
         sides, unusable = dict[str, SendSide](), dict[str, str]()
         for transport in self._transports:
             try:
@@ -118,7 +119,7 @@ class Sender:
         return sides, unusable
 
     def _replace_older(self, link: Link) -> None:
-        """A link that opened proves its worker's other incarnations dead; one that did not is forgotten."""
+        """Closes links to dead incarnations of the worker if `link` opened; forgets `link` if it did not open."""
         key = link.remote.worker_id, link.remote.incarnation
         with self._lock:
             if link.opened.exception():

@@ -1,11 +1,11 @@
-"""The sender's end of a link: protocol, memory that payloads wait in, and what callers wait for, behind one lock.
+"""The sender's end of a link: the protocol, the memory of waiting payloads, and callers' futures, behind one lock.
 
-Two kinds of threads meet here. Engine threads take a slot, gather into it without the lock, and queue a frame; the
-link's connection writes frames, takes answers in, and frees slots. Rows on a device, which has not computed them yet,
-are gathered by the connection: the engine's thread waits neither for a slot nor for them. Futures resolve outside the
-lock.
+Two kinds of threads meet here. Engine threads take a slot, gather blocks into it without the lock, and queue a frame;
+the link's connection writes frames, receives answers, and frees slots. The connection also gathers rows on a device,
+which may not have computed them yet: the engine's thread waits neither for a slot nor for the rows. Futures resolve
+outside the lock.
 
-    opening -> WELCOME: its transport is open -> one block probed, there and back -> open -> closed
+    opening -> WELCOME: the chosen transport opens -> a probe of one block, there and back -> open -> closed
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from tandem.transfer.runtime.driver import Driver
 from tandem.transfer.runtime.slots import Slots
 from tandem.transfer.transports.base import Mark, SendSide, Slot
 
-PAUSE_SECONDS = (20e-6, 1e-3)  # the first and the longest between two looks: a receiver releases slots silently
+# The first and the longest pause between two looks for free slots: a receiver releases slots without a message.
+PAUSE_SECONDS = (20e-6, 1e-3)
 PATTERN_BYTES = 4096
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class Probe:
-    """Bytes being sent; resolves to the seconds until the receiver has confirmed that it saw them."""
+    """Probe bytes being sent. `future` resolves to the seconds until the receiver has confirmed them."""
 
     left: int
     start: float
@@ -52,7 +53,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Blocks that fit one slot. behind: what a device has to have done before it can gather them."""
+    """Blocks that fit one slot. behind: the device's work that must be done before the blocks can be gathered."""
 
     outgoing: Outgoing
     layer: int
@@ -63,9 +64,10 @@ class Frame:
 
 
 class SendingEnd:
-    """`sides`: memory offered to the receiver, by transport, best first; it takes one and the others are closed.
+    """The sender's end. `sides`: each transport's memory offered to the receiver, best first; the receiver takes one of
+    them, and the others are closed.
 
-    opened: resolves to the seconds of the opening probe, within `timeout_s`.
+    opened: resolves, within `timeout_s`, to the seconds of the opening probe.
     """
 
     patience = 0.0
@@ -75,7 +77,7 @@ class SendingEnd:
         timeout_s: float,
     ) -> None:  # fmt: skip
         self.liveness = protocol.liveness
-        self.max_frame_bytes = MAX_CONTROL_BYTES  # nothing larger comes back from a receiver
+        self.max_frame_bytes = MAX_CONTROL_BYTES  # receivers send no larger messages
         self.opened: Future[float] = Future()
         self.opened.set_running_or_notify_cancel()
         self._protocol, self._sides, self._frame_bytes, self._driver = protocol, sides, frame_bytes, driver
@@ -84,13 +86,13 @@ class SendingEnd:
         self._slots: Slots | None = None
         self._probes: list[Probe] = []
         self._to_gather: deque[Frame] = deque()
-        self._new_to_gather = False  # since it was last tried
+        self._new_to_gather = False  # True if frames were added since the last attempt to gather
         self._changed = threading.Condition()
         self._futures: dict[Outgoing, Future[None]] = {}
         self._resolve: list[Callable[[], None]] = []
         self._pattern = hashlib.shake_128(str(protocol.hello.nonce).encode()).digest(PATTERN_BYTES)
 
-    # For its connection.
+    # --- for the link's connection ---
 
     @property
     def under_way(self) -> bool:
@@ -111,14 +113,14 @@ class SendingEnd:
         return (first is not None and first.ready) or self._new_to_gather
 
     def _first(self) -> LinkMessage | None:
-        with self._changed:  # another thread may be taking it
+        with self._changed:  # another thread may take messages
             return self._protocol.outbox[0] if self._protocol.outbox else None
 
     def resume(self) -> bool:
-        """Gathers what waits for it, as far as there are slots."""
+        """Gathers waiting frames as long as slots are free. Returns True if any was gathered."""
         moved = self._new_to_gather = False
         while taken := self._next_to_gather():
-            with suppress(TransferError):  # of a transfer that has ended meanwhile
+            with suppress(TransferError):  # the frame's transfer may have ended meanwhile
                 self._gather(*taken)
             moved = True
         return moved
@@ -163,7 +165,7 @@ class SendingEnd:
         if not self.opened.done():
             self.opened.set_exception(error)
 
-    # For links and pushes, from any thread.
+    # --- for links and pushes, from any thread ---
 
     @property
     def error(self) -> TransferError | None:
@@ -180,7 +182,7 @@ class SendingEnd:
 
     @property
     def slots(self) -> Slots:
-        """How frames are cut. Raises why the link is not open."""
+        """The slots and sizes of frames. Raises TransferError if the link is not open."""
         slots = self._slots
         if slots is None:
             self._protocol.opened()
@@ -201,7 +203,8 @@ class SendingEnd:
             protocol.fetch(fetch)
 
     def push(self, outgoing: Outgoing, layer: int, first_block: int, rows: Rows, ids: NDArray[np.int64]) -> None:
-        """Copies blocks that fit one slot into one, waiting for it, and queues the frame; blocks on a device, soon."""
+        """Queues a frame of blocks that fit one slot. Blocks in host memory are copied now, waiting for a free slot;
+        blocks on a device are gathered soon."""
         side = self._side
         frame = Frame(outgoing, layer, first_block, rows, ids, side.mark() if side else None)
         if frame.behind is None:
@@ -215,7 +218,7 @@ class SendingEnd:
 
     def commit(self, outgoing: Outgoing, payload: bytes) -> Future[None]:
         future: Future[None] = Future()
-        future.set_running_or_notify_cancel()  # only the receiver's word ends it
+        future.set_running_or_notify_cancel()  # only the receiver's answer ends it
         with self._turn() as protocol:
             protocol.commit(outgoing, payload)
             self._futures[outgoing] = future
@@ -226,7 +229,7 @@ class SendingEnd:
             protocol.abort(outgoing, error)
 
     def probe(self, nbytes: int, timeout_s: float) -> Future[float]:
-        """Sends `nbytes` as soon as there is room."""
+        """Sends `nbytes` as slots become free; the future resolves to the seconds until they are confirmed."""
         now = self._driver.now()
         probe = Probe(nbytes, now, now + timeout_s)
         probe.future.set_running_or_notify_cancel()
@@ -263,15 +266,15 @@ class SendingEnd:
                 self._protocol.abort(outgoing, TransferError("INTERNAL", f"blocks cannot be read: {error!r}"))
             raise
         payload = Payload(slot.offset, slot.nbytes, payload_sum, side.body(slot))
-        with self._changed:  # a failed transfer's slot is back among the credits
+        with self._changed:  # if the transfer failed, `frame` returns the slot to the credits
             self._protocol.frame(outgoing, frame.layer, frame.first_block, len(frame.ids), payload)
 
-    # Under the lock.
+    # --- called under the lock ---
 
     def _open(self, welcome: Welcome) -> None:
-        """Only now is it known which transport the receiver takes, and how large blocks are."""
+        """Opens the transport that the WELCOME names, makes slots for its block size and starts the opening probe."""
         if welcome.transport not in self._sides:
-            return  # closed already
+            return  # the link has been closed
         side = self._sides.pop(welcome.transport)
         for other in self._sides.values():
             other.close()
@@ -338,7 +341,7 @@ class SendingEnd:
 
     @contextmanager
     def _turn(self) -> Iterator[SenderProtocol]:
-        """The protocol under the lock; then freed slots are used, and futures that it settled resolve."""
+        """Yields the protocol under the lock; afterwards, uses freed slots and resolves settled futures."""
         resolve: list[Callable[[], None]] = []
         try:
             with self._changed:

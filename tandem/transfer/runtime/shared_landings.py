@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class SharedLandings:
-    """`lock` guards the table and every link's protocol."""
+    """The table of landings. `lock` guards the table and every link's protocol."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -29,7 +29,7 @@ class SharedLandings:
         return fence
 
     def report(self, ended: deque[Landing]) -> None:
-        """Runs the callbacks of transfers that have ended, in order, without the lock; then resolves fences."""
+        """Runs the callbacks of ended transfers, in order, without the lock; then resolves fences."""
         while landing := self._next(ended):
             failure = self._call(landing)
             with self.lock:
@@ -48,7 +48,7 @@ class SharedLandings:
         return None
 
     def _call(self, landing: Landing) -> str:
-        """Why the callback failed; empty when it did not."""
+        """Calls the transfer's callback. Returns why it failed; empty if it did not."""
         try:
             if landing.payload is not None:
                 landing.on_commit(landing.payload, landing.bytes_received)

@@ -1,10 +1,10 @@
-"""A link's outgoing memory, a ring of slots as long as what lies in them.
+"""A link's outgoing memory: a ring of slots, each as long as its payload.
 
 slot    free -> taken (gather, checksum) -> lent (queued, being read) -> free
 
-A slot is free for others once all taken before it are, too: they are read in the order in which they were queued. In
-shared memory the ring goes round, because a line that another core has just read is slow to write again. Inline it
-begins anew whenever it is empty: the working set stays small enough for the CPU's caches.
+A slot can be taken again once it and all slots taken before it are free, because slots are read in the order in which
+they were queued. In shared memory the ring goes round, because a line that another core has just read is slow to write.
+With inline payloads the ring starts again at its beginning whenever it is empty, so it stays in the CPU's caches.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from __future__ import annotations
 from tandem.transfer.transports.base import SendSide, Slot
 
 LINE = 64
-MAX_SLOTS = 511  # as many as a side may have to remember
+MAX_SLOTS = 511  # the most slots that a side can keep account of: the size of shm's ring
 
 
 class Slots:
-    """Frames of at most `blocks` blocks; at least four of that size where there is room."""
+    """The ring of slots for frames of at most `blocks` blocks; the memory has room for at least four of them."""
 
     def __init__(self, side: SendSide, block_bytes: int, frame_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.blocks = max(1, min(frame_bytes, side.size // 4) // block_bytes)
         self._start, self._end, self._inline = side.start, side.start + side.size, side.inline
         self._next = self._start
-        self._taken: dict[int, bool] = {}  # the oldest first: whether it was released
+        self._taken: dict[int, bool] = {}  # offset: whether released; the oldest first
 
     @property
     def num_taken(self) -> int:
@@ -38,7 +38,7 @@ class Slots:
         return _in_lines(self.block_bytes) <= self._end - self._start
 
     def take(self, nbytes: int) -> Slot | None:
-        """`nbytes` that are free, from the beginning of a cache line on, or None."""
+        """Takes a slot of `nbytes` that starts on a cache line; None if there is no room."""
         size = _in_lines(nbytes)
         offset = self._place(size)
         if offset is None or len(self._taken) == MAX_SLOTS:
@@ -52,12 +52,12 @@ class Slots:
             del self._taken[oldest]
 
     def _place(self, size: int) -> int | None:
-        """Behind the newest, or at the start where the end is too near."""
+        """Returns a free offset after the newest slot, or at the start if too little is left before the end."""
         if not self._taken:
             offset = self._start if self._inline or self._next + size > self._end else self._next
             return offset if offset + size <= self._end else None
         oldest = next(iter(self._taken))
-        if self._next <= oldest:  # it has gone round
+        if self._next <= oldest:  # the ring has wrapped around
             return self._next if self._next + size <= oldest else None
         if self._next + size <= self._end:
             return self._next

@@ -13,7 +13,7 @@ TRANSPORTS: dict[str, Callable[[], Transport]] = {"nccl": load_nccl, "cuda_ipc":
 
 
 def make_transports(names: Sequence[str], network: Network) -> list[Transport]:
-    """Those named, best first, and that of the network's own streams. Raises ValueError naming what there is."""
+    """Makes the named transports, best first; the network adds its own, such as tcp. Raises ValueError."""
     inline = network.inline()
     known = TRANSPORTS | {inline.name: lambda: inline}
     if not names or set(names) - known.keys():

@@ -1,4 +1,4 @@
-"""The interface of transports: one decides where the payloads of a link lie, and copies them there and away.
+"""The interface of transports. A transport defines where a link's payloads lie, and copies them there and away.
 
     sender     Transport.offer -> SendSide: memory to gather into; its `offer` goes to the receiver with HELLO
     receiver   Transport.accept(offer) -> ReceiveSide: finds each payload that a header announces
@@ -23,30 +23,31 @@ from tandem.transfer.protocol.wire import Bytes, Checksum, LinkMessage
 
 
 class Mark(Protocol):
-    """A place in the order of what a device is asked to do."""
+    """A place in the order of a device's work, such as a CUDA event."""
 
     def query(self) -> bool:
-        """True once all before it is done."""
+        """True once the device has done all work before the mark."""
 
 
 class Unusable(Exception):
-    """A transport cannot be used on this machine, or between these two; says why."""
+    """A transport cannot be used on this machine, or between these two workers; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """`nbytes` at `offset` of a SendSide's memory: its taker's until it is queued or released."""
+    """A piece of a SendSide's memory, `nbytes` at `offset`, which belongs to its taker until queued or released."""
 
     offset: int
     nbytes: int
 
 
 class SendSide(ABC):
-    """The sender's memory of one link, `size` bytes for slots from `start` on. `open` if taken; `close` in the end.
+    """The sender's memory of one link: `size` bytes for slots from `start` on. The link calls `open` if the receiver
+    takes the offer, and `close` at its end.
 
-    inline: payloads follow their headers on the stream. open_s: seconds that opening may take besides. busy: something
-    is under way whose end only a call finds out. Where a checksum is not known at once, `gather` and `write` return a
-    function that returns it later, and None before: the header goes out only then.
+    inline: payloads follow their headers on the stream. open_s: additional seconds that opening may take. busy: work is
+    under way whose end only a call finds out. If a checksum is not known immediately, `gather` and `write` return a
+    function that returns the checksum later, and None before; the header is sent only then.
     """
 
     inline = False
@@ -60,60 +61,60 @@ class SendSide(ABC):
         self.offer = {}
 
     def mark(self) -> Mark | None:
-        """Asked by the thread that computes the rows: where a gather has to come behind what it has asked of a device
-        so far, and then the link's thread gathers; None where rows are there already, and are gathered at once."""
+        """Returns a mark after all device work that this thread, which computes the rows, has queued: the link's thread
+        gathers later, after the mark. None if rows are complete, so that this thread gathers immediately."""
         return None
 
     @abstractmethod
     def gather(self, rows: Rows, ids: NDArray[np.int64], slot: Slot, behind: Mark | None = None) -> Checksum:
-        """Copies rows `ids`, one or more that exist, to the slot and returns the payload's checksum."""
+        """Copies the existing rows `ids`, at least one, to the slot and returns the payload's checksum."""
 
     @abstractmethod
     def write(self, data: bytes, slot: Slot) -> Checksum:
         """Copies `data` to the slot and returns its checksum."""
 
     def open(self) -> bytes:
-        """The receiver took this offer; returns what its side has to be `opened` with, or nothing."""
+        """Opens this side, whose offer the receiver took. Returns a message for the receiver's `opened`, or b""."""
         return b""
 
     def body(self, slot: Slot) -> memoryview | None:
-        """The bytes that follow the header on the stream, where payloads are inline."""
+        """Returns the bytes that follow the header on the stream, if payloads are inline, else None."""
         return None
 
     def sent(self, messages: Sequence[LinkMessage]) -> None:
-        """These have been written to the stream, in this order."""
+        """Learns that these messages have been written to the stream, in this order."""
 
     @abstractmethod
     def released(self) -> list[int]:
-        """Offsets of slots that were read since this was last called. One thread at a time."""
+        """Returns the offsets of slots that were read since the last call. Only one thread at a time calls this."""
 
     def carrier(self) -> str:
-        """The network that it chose itself for payloads, where it has a choice."""
+        """Returns the network that the transport itself chose for payloads; empty if it has no choice."""
         return ""
 
     def check(self) -> None:
         """Now and then. Raises TransferError where the link cannot go on."""
 
     def close(self) -> None:
-        """Idempotent: nobody can find this memory from now on."""
+        """Makes this memory unreachable for other processes from now on. Idempotent."""
 
 
 class ReceiveSide(ABC):
-    """The receiver's half of one link. Called by the link's thread alone.
+    """The receiver's half of one link. Only the link's thread calls it.
 
-    A payload's header may come before the payload: the link then does other things until it has `arrived`.
+    A header may come before its payload: the link then does other work until the payload has `arrived`.
     """
 
     name: str
 
     def opened(self, said: bytes) -> None:
-        """The sender's side has opened and said this, ahead of every payload; not called where it says nothing."""
+        """Takes the message that the sender's `open` returned, before any payload; not called if that was empty."""
 
     def announced(self, message: LinkMessage) -> None:
-        """This header has come, in order; its payload will be asked for or released."""
+        """Takes a header, in order of arrival; the link will later read the header's payload or release it."""
 
     def arrived(self, message: LinkMessage) -> bool:
-        """True if its payload can be read now."""
+        """True if the message's payload can be read now."""
         return True
 
     def check(self) -> None:
@@ -121,25 +122,28 @@ class ReceiveSide(ABC):
 
     @abstractmethod
     def fault(self, message: LinkMessage) -> str:
-        """Why this header announces no payload that can be read here; empty where it does."""
+        """Returns why the header's payload cannot be read here; empty if it can."""
 
     @abstractmethod
     def scatter(self, message: LinkMessage, rows: Rows, ids: NDArray[np.int64]) -> int:
-        """Copies the payload to rows `ids`. Returns the checksum of what was copied, not of what lies there now."""
+        """Copies the payload to rows `ids`.
+
+        Returns the checksum of the copied bytes, even if the payload has changed since.
+        """
 
     @abstractmethod
     def checksum(self, message: LinkMessage) -> int:
-        """The payload's."""
+        """Returns the checksum of the message's payload."""
 
     def release(self, messages: Iterable[LinkMessage]) -> None:
-        """Their payloads have been read, or never will be."""
+        """Releases the payloads of messages, which have been read or never will be."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Frees this side. Idempotent."""
 
 
 class Transport(ABC):
-    """One kind, as one worker has it; makes a side for each link. Raises Unusable where it cannot."""
+    """A worker's transport of one kind. It makes a side for each link; raises Unusable if it cannot."""
 
     name: str
 
@@ -148,11 +152,11 @@ class Transport(ABC):
 
     @abstractmethod
     def accept(self, offer: dict[str, Any], max_frame_bytes: int) -> ReceiveSide:
-        """max_frame_bytes: no payload is longer."""
+        """Makes the receiving side for a sender's offer. max_frame_bytes: the longest payload. Raises Unusable."""
 
 
 class Missing(Transport):
-    """One that this worker was asked to use and cannot."""
+    """A transport that this worker was told to use and cannot; every call raises Unusable with the reason."""
 
     def __init__(self, name: str, reason: str) -> None:
         self.name, self.reason = name, reason
@@ -165,16 +169,22 @@ class Missing(Transport):
 
 
 class ByteStream(Protocol):
-    """Ordered bytes both ways. Never blocks in `send` or `recv_into`; one thread waits, any may wake it."""
+    """Ordered bytes in both directions.
+
+    `send` and `recv_into` never block; one thread waits, any thread may wake it.
+    """
 
     def send(self, parts: Iterable[Bytes]) -> int:
-        """Bytes taken, 0 when there is no room now. Raises OSError when the peer is gone."""
+        """Sends bytes and returns how many were taken, 0 if there is no room now.
+
+        Raises OSError if the peer is gone.
+        """
 
     def recv_into(self, view: memoryview) -> int:
-        """Bytes read, 0 when there are none now. Raises OSError when the peer is gone."""
+        """Reads bytes and returns how many came, 0 if there are none now. Raises OSError if the peer is gone."""
 
     def wait(self, *, write: bool, timeout: float) -> None:
-        """Until there is something to read, room to write if asked for, a wake, or `timeout` seconds have passed."""
+        """Waits for something to read, for room if `write`, for a `wake`, at most `timeout` seconds."""
 
     def wake(self) -> None: ...
     def close(self) -> None: ...
@@ -184,10 +194,10 @@ class Listener(Protocol):
     address: str
 
     def accept(self) -> ByteStream | None:
-        """A new stream, if somebody has connected."""
+        """Returns a new stream if a peer has connected, else None."""
 
     def wait(self, timeout: float) -> None:
-        """Until somebody connects, or `timeout` seconds have passed."""
+        """Waits until a peer connects, at most `timeout` seconds."""
 
     def close(self) -> None: ...
 
@@ -196,8 +206,8 @@ class Network(Protocol):
     """A maker of streams."""
 
     def inline(self) -> Transport:
-        """The transport whose payloads travel in these streams."""
+        """Returns the transport whose payloads travel in these streams."""
 
     def listen(self, host: str, port: int) -> Listener: ...
     def dial(self, address: str, timeout: float) -> ByteStream:
-        """Raises OSError."""
+        """Connects to `address`. Raises OSError."""

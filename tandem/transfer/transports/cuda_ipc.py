@@ -1,12 +1,12 @@
-"""Two processes on one GPU: payloads lie in slots on it that the sender owns, and the receiver maps and copies from.
+"""Two processes on one GPU: payloads lie in slots in the GPU's memory, which the sender owns and the receiver maps.
 
-    slots     memory of cudaMalloc's own (torch's caching allocator hands out parts, and a handle names the whole)
-    handle    goes with HELLO; the ring in which the receiver releases slots is that of `shm`, in host memory
-    receiver  slot -> staging memory, summed there -> rows: what the sender overwrites too early is found out
+    slots     allocated by cudaMalloc (torch's allocator gives parts of an allocation, but a handle names a whole one)
+    handle    sent with HELLO; the receiver releases slots in a ring in host memory, as with `shm`
+    receiver  slot -> staging memory, summed there -> rows: so a payload that was overwritten too early is detected
 
 The sender writes a header only once the device has filled the slot, and the receiver releases it only once the device
-has read it, so neither waits for the other's events. Memory of a link that has ended serves the next one: its receiver
-may still read, and all that it can read is bytes whose sum is wrong.
+has read it, so neither waits for the other's events. Memory of an ended link is reused by the next link. The old link's
+receiver may still read it, but gets only bytes with a wrong sum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tandem.transfer.transports.shm import HEAD_BYTES, ShmOffer, ShmReceiveSide,
 
 
 class Runtime(Protocol):
-    """The part of cupy.cuda.runtime that is used here. Errors are RuntimeError."""
+    """The part of cupy.cuda.runtime that is used here. Its errors are RuntimeErrors."""
 
     def malloc(self, size: int) -> int: ...
     def ipcGetMemHandle(self, devPtr: int) -> bytes: ...
@@ -101,18 +101,18 @@ class CudaIpcReceiveSide(DeviceReceiveSide):
 
 
 class CudaIpcTransport(Transport):
-    """Keeps the sender's memory for later links, and maps each of a sender's once."""
+    """Keeps this sender's memory for later links, and maps each remote memory once for all of its links."""
 
     name = "cuda_ipc"
 
     def __init__(self, runtime: Runtime, device: Device) -> None:
         self.runtime, self.device = runtime, device
         self._spare: dict[int, list[int]] = {}
-        self._mapped: dict[bytes, tuple[int, int]] = {}  # where, and for how many links
+        self._mapped: dict[bytes, tuple[int, int]] = {}  # by handle: its address here, and the number of links
 
     def offer(self, size: int) -> SendSide:
         try:
-            with self.device.queue().use():  # on this thread too the device is the one that was chosen
+            with self.device.queue().use():  # makes the chosen device current on this thread too
                 return CudaIpcSendSide(size, self)
         except (OSError, RuntimeError) as error:
             raise Unusable(f"no memory on the device to send from: {error}") from None
@@ -157,7 +157,7 @@ class CudaIpcTransport(Transport):
 
 
 def load_cuda_ipc() -> Transport:
-    """With cupy and a GPU. Raises Unusable saying what is missing."""
+    """Makes the transport, which needs cupy and a GPU. Raises Unusable naming what is missing."""
     device = CudaDevice()
     try:
         from cupy.cuda import runtime

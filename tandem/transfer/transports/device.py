@@ -1,8 +1,8 @@
-"""Payloads in a GPU's memory: what its transports share. The device stands behind a small interface: tests have none.
+"""Payloads in a GPU's memory: the common parts of its transports. A small interface hides the device from tests.
 
-sender     gather and sum on the link's own stream, behind a mark on the one that computes the KV: nobody waits there,
+sender     gather and sum on the link's own stream, after a mark on the stream that computes the KV: no thread waits,
            and the engine keeps the blocks until they have been read
-receiver   payload -> staging memory, summed there -> rows, only where the sum is right
+receiver   payload -> staging memory, summed there -> rows, only if the sum is right
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ WORD = 8
 
 
 class Queue(Protocol):
-    """A stream of the device: what is queued on it is done in order."""
+    """A stream of the device, which does queued work in order."""
 
     pointer: int
 
     def use(self) -> AbstractContextManager[object]:
-        """Sends what this thread does with torch to this queue, and to its device."""
+        """Returns a context in which this thread's torch work goes to this queue and its device."""
 
     def record(self) -> Mark: ...
     def follow(self, mark: Mark) -> None:
-        """Has later work wait, on the device, for all before `mark`."""
+        """Makes later work of this queue wait, on the device, for all work before `mark`."""
 
 
 class Device(Protocol):
@@ -42,19 +42,19 @@ class Device(Protocol):
 
     def queue(self) -> Queue: ...
     def mark(self) -> Mark:
-        """Behind all that this thread has asked of the device with torch."""
+        """Returns a mark after all work that this thread has queued on the device with torch."""
 
     def identity(self) -> str:
-        """Names the device among all of all hosts."""
+        """Returns a name of the device that is unique among all hosts."""
 
     def view(self, pointer: int, size: int) -> torch.Tensor:
-        """Memory of the device that torch has not allocated, as int64 words."""
+        """Views device memory that torch has not allocated as int64 words."""
 
     def upload(self, words: torch.Tensor) -> torch.Tensor:
-        """Int64 words of the host on the device, without waiting for it."""
+        """Copies int64 words from the host to the device without waiting for the device."""
 
     def fetch(self, number: torch.Tensor) -> Callable[[], int | None]:
-        """Begins to copy one int64 to the host; the function returns it once it is there, and None before."""
+        """Begins to copy one int64 to the host and returns a function that returns it once copied, None before."""
 
 
 class CudaQueue:
@@ -75,14 +75,14 @@ class CudaQueue:
 
 
 class _Memory:
-    """The interface by which CUDA libraries see each other's memory."""
+    """Device memory with the interface by which CUDA libraries see each other's memory."""
 
     def __init__(self, pointer: int, count: int) -> None:
         self.__cuda_array_interface__ = {"shape": (count,), "typestr": "<i8", "data": (pointer, False), "version": 3}
 
 
 class CudaDevice:
-    """The device that torch has chosen for this process. Raises Unusable where there is none."""
+    """The current CUDA device of this process. Raises Unusable if there is none."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -113,7 +113,7 @@ class CudaDevice:
 
 
 class DeviceSendSide(SendSide):
-    """Slots in memory of the device. `allocate` makes it: int64 words."""
+    """A sender's slots in device memory, which `allocate` makes as int64 words."""
 
     def __init__(self, size: int, device: Device) -> None:
         super().__init__(size // WORD * WORD)
@@ -154,7 +154,7 @@ class DeviceSendSide(SendSide):
 
 
 class DeviceReceiveSide(ReceiveSide):
-    """`payload` is staging memory that nobody else writes: what was summed is what is copied."""
+    """Copies payloads from staging memory (`payload`), which nothing else writes, so the summed bytes are copied."""
 
     def __init__(self, name: str, device: Device) -> None:
         self.name, self._device = name, device
@@ -163,7 +163,7 @@ class DeviceReceiveSide(ReceiveSide):
 
     @abstractmethod
     def payload(self, message: LinkMessage) -> torch.Tensor:
-        """Int64 words, those behind the payload's last byte padded with zeros."""
+        """Returns the payload in staging memory as int64 words, padded with zeros after its last byte."""
 
     def scatter(self, message: LinkMessage, rows: Rows, ids: NDArray[np.int64]) -> int:
         with self._queue.use():
@@ -171,7 +171,7 @@ class DeviceReceiveSide(ReceiveSide):
             seen = int(self._sum(words)) & MASK
             if seen == message.payload_sum:
                 rows.words().index_copy_(0, torch.from_numpy(ids).to(self._device.place), words.view(len(ids), -1))
-                int(words[0])  # the copy is done before it is announced
+                int(words[0])  # wait: the copy must be done before it is reported
         return seen
 
     def checksum(self, message: LinkMessage) -> int:

@@ -1,4 +1,4 @@
-"""Payloads in this machine's memory, and the transport that sends them within the stream."""
+"""Payloads in this machine's memory, and the transport that sends payloads within the stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.transfer.transports.base import Mark, ReceiveSide, SendSide, Slot, T
 
 
 class HostSendSide(SendSide):
-    """`view`: the memory that slots are cut from."""
+    """A sender's slots in this machine's memory, `view`."""
 
     view: memoryview
 
@@ -53,7 +53,7 @@ class HostReceiveSide(ReceiveSide):
 
 
 class InlineSendSide(HostSendSide):
-    """Private memory, made once the receiver wants it; a slot is free as soon as the stream has taken its bytes."""
+    """Private memory, allocated once the receiver takes the offer; a slot is free once the stream has its bytes."""
 
     inline = True
 
@@ -77,7 +77,7 @@ class InlineSendSide(HostSendSide):
 
 
 class InlineTransport(Transport):
-    """Any ordered stream of bytes will do; `name` is the network's."""
+    """Sends payloads within any ordered stream of bytes; `name` is the network's."""
 
     def __init__(self, name: str) -> None:
         self.name = name

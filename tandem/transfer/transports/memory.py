@@ -1,4 +1,4 @@
-"""A network inside one process, the peer of sockets: two bounded byte pipes a connection, no descriptor, no host.
+"""A network inside one process, in place of sockets: two bounded byte pipes a connection, no descriptor, no host.
 
 Threads wait for a stream; an event loop watches it instead.
 """
@@ -17,7 +17,7 @@ PIPE_BYTES = 1 << 20
 
 
 class _Changed:
-    """Wakes the threads that wait, and calls those that watch."""
+    """A signal of changes: wakes waiting threads and calls watchers."""
 
     def __init__(self) -> None:
         self.lock = threading.Condition()
@@ -71,7 +71,7 @@ class _Pipe:
         return count
 
     def close(self) -> None:
-        """By the side that sends: what it has sent can still be read."""
+        """Closes the pipe for its sender; bytes sent before can still be read."""
         with self.changed.lock:
             if not self.closed:
                 self.closed = True
@@ -104,7 +104,7 @@ class MemoryStream:
         self._changed.notify()
 
     def watch(self, ready: Callable[[], None]) -> None:
-        """`ready` is called whenever something may have changed."""
+        """Has `ready` called whenever something may have changed."""
         self._changed.watchers.append(ready)
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class MemoryListener:
 
 
 class MemoryNetwork:
-    """Hand one of these to the senders and the receivers that shall meet."""
+    """A network of senders and receivers that were given the same MemoryNetwork."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,9 +1,9 @@
-"""Two GPUs, of one host or two: payloads go by NCCL, from slots on the sender's to staging memory on the receiver's.
+"""Two GPUs, of one host or two: NCCL sends payloads from slots on the sender's GPU to staging memory on the receiver's.
 
     HELLO -> WELCOME -> the sender makes a unique id -> OPEN carries it -> both initialise a communicator of two ranks
     sender     FRAME is written to the stream, then its payload is sent: the same order everywhere
-    receiver   FRAME comes, then its payload is received, even where it is not wanted: staged, summed, copied to rows
-    the end    either side closes the link, which both see, and each aborts its communicator on a thread of its own
+    receiver   FRAME comes, then its payload is received, even if it is not wanted: staged, summed, copied to rows
+    the end    either side closes the link, which both see, and each aborts its communicator on a separate thread
 
 A payload that was announced and does not come in time ends the link; the next link has a new communicator. An
 initialisation cannot be aborted: once MAX_HANGING of them hang, NCCL is no longer offered, until the worker starts
@@ -40,9 +40,9 @@ from tandem.transfer.transports.nccl_communicator import (
     thread_communicators,
 )
 
-STAGES = 4  # payloads that may be received ahead of the one that is copied
-# A link has one peer, and copies leave the device's cores to what computes: few channels are enough, and each has
-# buffers of its own. cupy hands on no such choice for one communicator, so it is the process's.
+STAGES = 4  # payloads that may be received while an earlier one is copied
+# A few channels are enough: a link has one peer, each channel has its own buffers, and the device's cores are for
+# computing. cupy cannot set the number for one communicator, so it is set for the process.
 FEW_CHANNELS = {"NCCL_MAX_CTAS": "8", "NCCL_MAX_P2P_NCHANNELS": "8"}
 
 
@@ -92,20 +92,20 @@ class NcclSendSide(DeviceSendSide):
 
 
 class NcclReceiveSide(DeviceReceiveSide):
-    """Payloads are received in the order of their headers, a few ahead; the unwanted are dropped as they come."""
+    """Receives payloads in the order of their headers, a few ahead; drops unwanted payloads once they have come."""
 
     def __init__(self, transport: NcclTransport, max_frame_bytes: int) -> None:
         super().__init__("nccl", transport.all.device)
         self._transport, self._max_frame_bytes = transport, max_frame_bytes
         self._comm: Communicator | None = None
         self._announced: deque[LinkMessage] = deque()
-        self._released: set[int] = set()  # by the message's identity, like the next
+        self._released: set[int] = set()  # ids of messages, as are the keys of `_staged`
         self._staged: dict[int, torch.Tensor] = {}
         self._free: list[torch.Tensor] = [torch.empty(0)] * STAGES
         transport.all.hold(self, "the receiver")
 
     def opened(self, said: bytes) -> None:
-        """The sender initialises too."""
+        """Starts initialising the communicator, as the sender does, with the unique id in `said`."""
         if len(said) != ID_BYTES or self._comm is not None:
             raise TransferError("FAILED_PRECONDITION", f"OPEN: {ID_BYTES} bytes of NCCL's id are wanted, once")
         self._comm = self._transport.all.open(self, said, RECEIVER)
@@ -145,7 +145,7 @@ class NcclReceiveSide(DeviceReceiveSide):
             self._comm.close()
 
     def _first(self) -> Operation | None:
-        """The oldest payload that is wanted; before it, frees the memory of those that have come and are not."""
+        """Returns the oldest payload not released yet; first frees the memory of released payloads that have come."""
         if self._comm is None:
             return None
         pending = self._comm.pending
@@ -167,7 +167,7 @@ class NcclReceiveSide(DeviceReceiveSide):
 
 
 class NcclTransport(Transport):
-    """shared_gpu: whether two ranks may be on one."""
+    """Makes NCCL sides. shared_gpu: True if two ranks may be on one GPU."""
 
     name = "nccl"
 
@@ -176,7 +176,7 @@ class NcclTransport(Transport):
         self._shared_gpu, self._log = shared_gpu, log
 
     def carrier(self) -> str:
-        """By NCCL's own account: how the channels to its peers go. Sockets, where faster is missing, are among them."""
+        """Returns the networks of NCCL's channels to its peers, from its log; sockets if nothing faster is there."""
         with suppress(OSError, AttributeError):
             return ", ".join(sorted(carriers(self._log.read_text(encoding="utf-8"))))  # type: ignore[union-attr]
         return ""
@@ -195,13 +195,13 @@ class NcclTransport(Transport):
 
 
 def carriers(log: str) -> set[str]:
-    """Networks named in NCCL's log, such as `… NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0`:
-    NET/Socket."""
+    """Returns the networks named in NCCL's log; NET/Socket for a line such as
+    `… NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0`."""
     return {"/".join(found.split("/")[:2]) for found in re.findall(r" NCCL INFO Channel .* via (\S+)", log)}
 
 
 def _logged() -> Path | None:
-    """Has NCCL write its choices to a file, unless the user has asked for its log. Call before it is loaded."""
+    """Has NCCL log its choices to a file, unless the user has set up a log. Call before NCCL is loaded."""
     if "NCCL_DEBUG" in os.environ:
         return None
     log = Path(tempfile.gettempdir()) / f"tandem-nccl-{os.getpid()}.log"
@@ -211,7 +211,7 @@ def _logged() -> Path | None:
 
 
 def load_nccl() -> Transport:
-    """With cupy and a GPU. Raises Unusable saying what is missing."""
+    """Makes the transport, which needs cupy, NCCL and a GPU. Raises Unusable naming what is missing."""
     log = _logged()
     for name, value in FEW_CHANNELS.items():
         os.environ.setdefault(name, value)

@@ -1,10 +1,10 @@
-"""NCCL communicators of two ranks, one for each link: initialised, warmed, used and aborted, none of it waited for.
+"""NCCL communicators of two ranks, one for each link: initialised, warmed, used and aborted without blocking a link.
 
     initialise ─> warm: one word goes over it, which connects its channels ─> payloads, in order ─> abort
 
-Each call that may block runs on a thread of the communicator's own, its lane; an abort on another one, for it may be
-the only way to end what blocks there. The first exchange connects, for as long as networks take: so a payload's own
-bound begins only behind it. A worker has no more than MAX_COMMUNICATORS, for each takes memory of the device.
+Each call that may block runs on the communicator's own thread, its lane; an abort runs on another thread, because it
+may be the only way to end a blocked call. The first exchange connects, which may take long, so the time limit of
+payloads begins only after it. A worker has at most MAX_COMMUNICATORS, because each takes device memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tandem.transfer.transports.base import Mark, Unusable
 from tandem.transfer.transports.device import WORD, Device, Queue
 
 INIT_SECONDS = 5.0
-WARM_SECONDS = 5.0  # for the first exchange
-PAYLOAD_SECONDS = 1.0  # from the header to the payload's last byte
+WARM_SECONDS = 5.0  # the time limit of the first exchange
+PAYLOAD_SECONDS = 1.0  # the time limit from the header to the payload's last byte
 MAX_HANGING = 2
 MAX_COMMUNICATORS = 32
-SENDER, RECEIVER = 0, 1  # ranks
+SENDER, RECEIVER = 0, 1  # the ranks of the two sides
 ID_BYTES = 128
 
 
@@ -53,11 +53,11 @@ class Nccl(Protocol):
 
 
 class Lane(Protocol):
-    """Runs jobs one after another, elsewhere."""
+    """Runs jobs one after another on another thread."""
 
     def submit(self, job: Callable[[], None]) -> None: ...
     def close(self) -> None:
-        """After the jobs that are queued."""
+        """Ends the lane after the queued jobs."""
 
 
 class ThreadLane:
@@ -75,9 +75,9 @@ class ThreadLane:
 
 
 class Communicators:
-    """A worker's. `held`: links' sides, from their offer on, and communicators, until they are aborted.
+    """A worker's communicators. `held`: sides of links, from their offer on, and communicators, until aborted.
 
-    starting: initialisations that have not returned, and by when. broken: why NCCL makes no ids here.
+    starting: initialisations that have not returned, with their deadlines. broken: why NCCL makes no ids here; or "".
     """
 
     def __init__(self, nccl: Nccl, device: Device, lane: Callable[[str], Lane], now: Callable[[], float]) -> None:
@@ -87,7 +87,10 @@ class Communicators:
         self.broken = ""
 
     def hold(self, side: object, which: str) -> None:
-        """Room for one more, which `side` has until its communicator has it or it is released. Raises Unusable."""
+        """Reserves a communicator's place for `side`, until its communicator opens or it is released.
+
+        Raises Unusable.
+        """
         now = self.now()
         hanging = sum(now >= ready_by for ready_by in list(self.starting.values()))
         if hanging >= MAX_HANGING:
@@ -99,7 +102,10 @@ class Communicators:
         self.held.add(side)
 
     def new_id(self) -> bytes:
-        """For a link that both sides want: NCCL opens a socket and a thread for each. Raises TransferError."""
+        """Returns a unique id for a link that both sides want; each id costs a socket and a thread.
+
+        Raises TransferError.
+        """
         try:
             return self.nccl.get_unique_id()
         except (RuntimeError, KeyError) as error:
@@ -118,7 +124,7 @@ class Communicators:
 
 @dataclass(slots=True)
 class Operation:
-    """One payload sent or received. done: its last byte has gone, or come."""
+    """A payload being sent or received. done: its last byte has been sent or received."""
 
     message: LinkMessage
     words: torch.Tensor
@@ -131,7 +137,7 @@ class Operation:
 
 
 class Communicator:
-    """A link's, from the moment that both sides are there. pending: operations that have not been seen done."""
+    """A link's communicator, made once both sides want it. pending: operations not known to be done."""
 
     def __init__(self, all_of_them: Communicators, unique_id: bytes, rank: int) -> None:
         self.pending: deque[Operation] = deque()
@@ -144,7 +150,7 @@ class Communicator:
         self._comm: Comm | None = None
         self._error: TransferError | None = None
         self._closed = False
-        self._ends = threading.Lock()  # so that one alone, lane or link, aborts
+        self._ends = threading.Lock()  # only one of lane and link may abort
         self._ready_by = all_of_them.starting[self] = all_of_them.now() + INIT_SECONDS
         self._lane.submit(lambda: self._initialise(unique_id))
 
@@ -155,7 +161,7 @@ class Communicator:
         self._submit(message, words)
 
     def check(self) -> None:
-        """Raises TransferError once NCCL has failed, or something has taken too long."""
+        """Raises TransferError once NCCL has failed or exceeded a time limit."""
         now = self._all.now()
         if self._comm:
             self._guarded(self._comm.check_async_error)
@@ -169,7 +175,7 @@ class Communicator:
             raise self._error.fresh()
 
     def close(self) -> None:
-        """Aborts, on another thread: it may hang. The memory of its operations lives until that has returned."""
+        """Aborts on another thread, because an abort may hang. Memory of operations lives until the abort returns."""
         with self._ends:
             closed, self._closed, comm = self._closed, True, self._comm
         if not closed:
@@ -179,7 +185,7 @@ class Communicator:
 
     def _look_ready(self, now: float) -> None:
         if self._warmed is not None and self._warmed.query():
-            self._ready, self._ready_by = True, now + PAYLOAD_SECONDS  # only now do payloads begin to move
+            self._ready, self._ready_by = True, now + PAYLOAD_SECONDS  # payloads move only from now on
         elif now >= self._ready_by:
             what = f"not ready in {INIT_SECONDS}" if self._comm is None else f"no word came over it in {WARM_SECONDS}"
             self._fail("UNAVAILABLE", f"{what} s")
@@ -195,7 +201,7 @@ class Communicator:
         self._lane.submit(run)
 
     def _exchange(self, comm: Comm, words: torch.Tensor) -> Mark:
-        """On the lane: queues one way's transfer; the mark is behind it, or behind nothing where it failed."""
+        """Queues a send or receive on the lane; returns a mark after it. If queuing failed, `_error` is set."""
         call = comm.send if self._rank == SENDER else comm.recv
         what = words.data_ptr(), len(words) * WORD, self._all.nccl.NCCL_UINT8, 1 - self._rank
         with self._queue.use():
@@ -231,7 +237,7 @@ class Communicator:
         lane.close()
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        """NCCL's errors end the link: of cupy's NcclError, which is a KeyError where cupy has no name for one."""
+        """Calls NCCL; an error ends the link. cupy raises a KeyError for an NCCL error that it has no name for."""
         try:
             call()
         except (RuntimeError, KeyError) as error:

@@ -1,12 +1,12 @@
 """Two processes of one host: payloads lie in a memory file that both map.
 
-The file is sealed against resizing, and the receiver maps it through /proc/<pid>/fd/<fd>. It has no name in any file
-system, so nothing can stay behind when either side dies, at whatever moment.
+The file is sealed against resizing, and the receiver maps it through /proc/<pid>/fd/<fd>. The file has no name in any
+file system, so no file remains when a side dies, at whatever moment.
 
            | released: a count, and a ring of slots that the receiver has read | slot | slot | ... |
 
-The receiver releases slots in the file itself: a message would wake a thread of the sender for each. The ring holds
-more than there are slots, so it never runs over; a sender believes of it only what it has lent.
+The receiver releases slots in the file itself, because a message for each slot would wake a thread of the sender. The
+ring has more places than there are slots, so it never overflows; the sender ignores offsets there that it has not lent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RING = HEAD_BYTES // 8 - 1
 
 
 class ShmOffer(ControlBody):
-    """The memory file `name`, descriptor `fd` of process `pid`, `size` bytes."""
+    """The memory file `name` of `size` bytes: descriptor `fd` of process `pid`."""
 
     pid: int
     fd: int
@@ -70,7 +70,7 @@ class ShmSendSide(HostSendSide):
         return payload_sum
 
     def open(self) -> bytes:
-        self.close()  # the receiver has mapped the file, and nobody else shall
+        self.close()  # the receiver has mapped the file, and no other process may
         return b""
 
     def released(self) -> list[int]:
@@ -85,7 +85,7 @@ class ShmSendSide(HostSendSide):
 
 
 class ShmReceiveSide(HostReceiveSide):
-    """Dropping the last reference to its memory unmaps it, so that a copy under way keeps it."""
+    """The receiver's side. Dropping the last reference to the memory unmaps it, so a copy under way keeps it."""
 
     def __init__(self, view: memoryview, copier: Copier) -> None:
         super().__init__("shm", copier)
@@ -108,7 +108,7 @@ class ShmReceiveSide(HostReceiveSide):
         for offset in offsets:
             count = self._ring[0]
             self._ring[1 + count % RING] = offset
-            self._ring[0] = count + 1  # after the slot: a sender that sees the count finds it
+            self._ring[0] = count + 1  # written after the offset, which a sender reads once it sees the count
 
 
 class ShmTransport(Transport):
@@ -133,7 +133,7 @@ class ShmTransport(Transport):
 
 
 def attached(offer: ShmOffer) -> memoryview | None:
-    """The sender's memory file; None where this process cannot see it."""
+    """Maps the sender's memory file; None if this process cannot see it."""
     path = f"/proc/{offer.pid}/fd/{offer.fd}"
     with suppress(OSError, ValueError):
         # The name holds 128 random bits, so the same pid and fd of another host are not mistaken for it.
@@ -141,7 +141,8 @@ def attached(offer: ShmOffer) -> memoryview | None:
             return None
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK  # else a shrink would kill this side
+            # Without the seal, shrinking the file would kill this process.
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if sealed and os.fstat(fd).st_size == offer.size >= HEAD_BYTES:
                 return _mapped(fd, offer.size)
         finally:

@@ -1,4 +1,4 @@
-"""Sockets: the streams between two workers, whatever their transport; over `tcp` the payloads travel in them too."""
+"""Sockets: the streams between two workers for every transport; with `tcp`, payloads travel in them too."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SocketStream:
                 self._woken.recv(4096)
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: a wake is pending; closed: nobody waits
+        with contextlib.suppress(OSError):  # full: a wake is pending; closed: no thread waits
             self._waker.send(b"\0")
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class SocketListener:
 
 
 class SocketNetwork:
-    """buffer_bytes: what the kernel may hold of a link in each direction; it may grant less."""
+    """A network of TCP sockets. buffer_bytes: the kernel's buffer to ask for in each direction; it may grant less."""
 
     def __init__(self, buffer_bytes: int = 4 << 20) -> None:
         self._buffer_bytes = buffer_bytes

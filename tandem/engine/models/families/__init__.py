@@ -1,4 +1,4 @@
-"""The families: what each one's config.json has of its own, what that means for a decoder. read_config.py may enter.
+"""The families: each one's own fields of config.json and their meaning for a decoder. read_config.py may enter.
 
 A family is a class here and its `model_type` in FAMILIES of tandem/checkpoints/model_files.py.
 """

@@ -26,7 +26,7 @@ class LlamaFile(ConfigFile):
 
 
 class MistralFile(ConfigFile):
-    sliding_window: Annotated[int, Field(ge=0, le=2**31)] | None = 4096  # what leaving it out means
+    sliding_window: Annotated[int, Field(ge=0, le=2**31)] | None = 4096  # the default if config.json omits the field
 
     def is_sliding(self, layer: int) -> bool:
         return True
@@ -55,7 +55,7 @@ class Qwen3File(Qwen2File):
 
 
 class Phi3File(ConfigFile):
-    """Phi-3 and Phi-4; with longrope, contexts as long as the config says are turned by the long factors."""
+    """Phi-3 and Phi-4. With longrope, a context length beyond the original one selects the long factors."""
 
     turns_part: ClassVar[bool] = True
     rms_norm_eps: Positive = 1e-5
@@ -97,11 +97,11 @@ class GraniteFile(LlamaFile):
 
 
 class SmolLM3File(LlamaFile):
-    """Every fourth layer turns nothing; only these can have a window."""
+    """SmolLM3: every fourth layer rotates nothing; only these layers can have a window."""
 
     default_theta: ClassVar[float] = 2_000_000.0
     tie_word_embeddings: bool | None = True
-    no_rope_layers: Annotated[list[int], Field(max_length=2**12)] | None = None  # 1 where it turns
+    no_rope_layers: Annotated[list[int], Field(max_length=2**12)] | None = None  # for each layer: 1 if it rotates
     no_rope_layer_interval: Count = 4
     use_sliding_window: bool | None = None
 
@@ -168,7 +168,7 @@ class Gemma2File(ConfigFile):
 
 
 class Gemma3File(Gemma2File):
-    """Layers with a window turn by frequencies of their own; positions are stretched in the others only."""
+    """Gemma 3: layers with a window have their own rotary frequencies; only the other layers stretch positions."""
 
     default_theta: ClassVar[float] = 1_000_000.0
     attn_logit_softcapping: Softcap | None = None

@@ -32,7 +32,7 @@ class MixtralFile(ConfigFile):
 
 class Qwen2MoeFile(Qwen2File):
     num_experts: Count | None = None
-    num_local_experts: Count | None = None  # what transformers 5 writes for it
+    num_local_experts: Count | None = None  # the name of num_experts in transformers 5
     num_experts_per_tok: Count = 4
     moe_intermediate_size: Size = 1408
     shared_expert_intermediate_size: Annotated[int, Field(ge=0, le=2**22)] = 5632
@@ -96,7 +96,7 @@ class GptOssFile(ConfigFile):
 
 
 class DeepseekV2File(ConfigFile):
-    """Also V2-Lite. Heads have no size of their own in a cache: it holds latents."""
+    """DeepSeek-V2 and V2-Lite. The cache holds latents, so head_dim is set by the latent, not by the heads."""
 
     kv_lora_rank: Size = 512
     q_lora_rank: Size | None = None
@@ -177,7 +177,7 @@ class DeepseekV2File(ConfigFile):
 
 
 class DeepseekV3File(DeepseekV2File):
-    """Also R1. Layers behind the last, which predict further tokens, are left alone."""
+    """DeepSeek-V3 and R1. Layers after the last, which predict further tokens, are not used."""
 
     q_lora_rank: Size | None = 1536
     moe_intermediate_size: Size = 2048
