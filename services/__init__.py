@@ -1,5 +1,5 @@
-"""The processes of a cluster. Their stderr has events alone: gRPC's core would write lines of its own between them."""
+"""The processes of a cluster. Their stderr has only log events, so gRPC's own messages are turned off."""
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when grpc is imported
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC reads it at import

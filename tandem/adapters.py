@@ -1,4 +1,4 @@
-"""LoRA adapters as all parts of a cluster name them. No torch."""
+"""References to LoRA adapters, the same in all parts of a cluster. No torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """The adapter that clients call `name`: what `path`, a PEFT folder of a worker's lora-dir or hf://organisation/
-    adapter@commit, held when it was loaded.
+    """A loaded adapter, under the `name` that clients use. `path`: a PEFT folder in the workers' lora-dir, or
+    hf://organisation/adapter@commit.
 
-    `revision` is a fingerprint of that, and stands in block hashes.
+    `revision`: a fingerprint of the folder's content when it was loaded, which is part of block hashes.
     """
 
     name: str
     path: str
     revision: str
-    model: str = ""  # that it adapts, by name; empty where that was not said
+    model: str = ""  # the name of the model that it adapts; empty: unknown

@@ -1,9 +1,9 @@
-"""Names under which one of several models answers, by weights. No torch.
+"""Aliases: names under which one of several models answers, by weights. No torch.
 
-    fast=smollm2:0.9,smollm2-int4:0.1,demo:fallback       nine of ten users have smollm2; demo only where both are gone
+    fast=smollm2:0.9,smollm2-int4:0.1,demo:fallback       nine of ten users get smollm2; demo only if both are gone
 
-What stands behind an alias are models and adapters, never aliases: there are no cycles, and an alias may have the name
-of one of its models.
+An alias's targets are models and adapters, never aliases: so there are no cycles, and an alias may have the name of one
+of its models.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Literal
 
 NAME = re.compile(r"[\w][\w./:@+-]{0,255}")
 FALLBACK: Literal["fallback"] = "fallback"
-# Of one alias, and aliases of one cluster.
+# The most targets of one alias, and the most aliases of one cluster.
 MOST_TARGETS, MOST_ALIASES = 16, 256
 MOST_WEIGHT = 1e6
-# By model or adapter: its weight beside the others, or "fallback": it answers only where all before it have no workers.
+# Model or adapter: its weight relative to the others, or "fallback": it answers only if no target before it has
+# workers.
 Targets = Mapping[str, float | Literal["fallback"]]
 
 
@@ -31,7 +32,8 @@ class Alias:
     targets: Targets
 
     def __post_init__(self) -> None:
-        """
+        """Checks the alias.
+
         Raises:
             ValueError: what is wrong, in one line.
         """
@@ -41,12 +43,12 @@ class Alias:
         if not self.weights or len(self.targets) > MOST_TARGETS:
             raise ValueError(f"alias {self.name}: 1 to {MOST_TARGETS} models, at least one of them with a weight")
         for name, weight in self.weights.items():
-            if not 0 < weight <= MOST_WEIGHT:  # nan is neither
+            if not 0 < weight <= MOST_WEIGHT:  # also refuses nan
                 raise ValueError(f"alias {self.name}: weight of {name} must be above 0 and at most 1e6, got {weight}")
 
     @classmethod
     def parse(cls, text: str) -> Alias:
-        """`fast=smollm2:0.9,smollm2-int4:0.1,demo:fallback`; a model without a weight has 1.
+        """Parses `fast=smollm2:0.9,smollm2-int4:0.1,demo:fallback`; a model without a weight has weight 1.
 
         Raises:
             ValueError: what is wrong, in one line.
@@ -70,31 +72,32 @@ class Alias:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The part of the users that each has while all have workers."""
+        """The part of the users that each target gets while all targets have workers."""
         whole = sum(self.weights.values())
         return {name: round(weight / whole, 6) for name, weight in self.weights.items()}
 
     def choose(self, user: str, serves: Callable[[str], bool]) -> str | None:
-        """The one that answers a user, of those that serve: the same one each time, at each gateway, and another one
-        only as far as weights change or what he had is gone. None: nobody serves."""
+        """Returns the target for a user among those that serve: the same each time, at each gateway. It changes only as
+        far as weights change, or when the user's target is gone. None: no target serves.
+        """
         serving = {name: weight for name, weight in self.weights.items() if serves(name)}
-        if serving:  # each draws a time of its own to wait, the shorter the heavier: the first one has him
+        if serving:  # weighted rendezvous hashing: the target with the shortest drawn time gets the user
             return min(serving, key=lambda name: -math.log(self._drawn(name, user)) / serving[name])
         return next(filter(serves, self.fallbacks), None)
 
     def _drawn(self, target: str, user: str) -> float:
-        """Above 0, at most 1."""
+        """Returns a pseudo-random number of the target and the user, above 0 and at most 1."""
         digest = blake2b(f"{self.name}\0{target}\0{user}".encode(errors="replace"), digest_size=7).digest()
         return (int.from_bytes(digest) + 1) / 2**56
 
 
 def text_of_alias(alias: Alias) -> str:
-    """As the registry keeps it."""
+    """Returns an alias as text for the registry."""
     return json.dumps(dict(alias.targets))
 
 
 def _target(part: str) -> tuple[str, float | Literal["fallback"]]:
-    """A model's own name may have a colon, too."""
+    """Parses one target. A model's own name may contain a colon, too."""
     model, colon, said = part.rpartition(":")
     if colon and said == FALLBACK:
         return model, FALLBACK

@@ -34,7 +34,7 @@ commands:
 
 `tandem <command> --help` lists a command's options, `tandem --version` says which Tandem this is."""
 
-# Each imported only when requested, so that it starts fast.
+# Each command's module is imported only when it runs, so that the command starts fast.
 COMMANDS = {
     "up": "up:main",
     "ps": "clusters.running:ps",
@@ -61,24 +61,24 @@ def main() -> None:
         try:
             _run()
         finally:
-            if sys.stdout:  # None where it was closed before
+            if sys.stdout:  # None if it was closed before the start
                 sys.stdout.flush()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:  # what read the output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter will flush stdout once more
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _speak_unicode() -> None:
-    """Starts this command again in Python's UTF-8 mode where the locale's names, words and files could be ASCII alone.
+    """Starts this command again in Python's UTF-8 mode if the locale allows only ASCII.
 
-    No character that the output's encoding lacks ends it: such a one is written as a backslash and a number.
+    A character that the output's encoding lacks is written as a backslash and a number, and raises no error.
     """
     if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    if isinstance(sys.stdout, TextIOWrapper):  # None where it was closed before
+    if isinstance(sys.stdout, TextIOWrapper):  # None if it was closed before the start
         sys.stdout.reconfigure(errors="backslashreplace")
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8" if sys.stdin.encoding == "ascii" else None, errors="replace")

@@ -1,4 +1,4 @@
-"""Hosts as operators write them: names and addresses, IPv6 ones with brackets or without, and what means every one."""
+"""Hosts in operators' notation: names and addresses, IPv6 with or without brackets, and wildcards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def bare(host: str) -> str:
-    """Returns a host without brackets, an address as it is usually written."""
+    """Returns a host without brackets; an address in its canonical form."""
     inner = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         return str(ip_address(inner))
@@ -26,7 +26,7 @@ Host = Annotated[str, AfterValidator(bare)]
 
 
 def with_bare_hosts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings with their hosts as services read them."""
+    """Returns settings with their hosts in the form that services read."""
     hosts = {name: bare(str(settings[name])) for name in ("host", "advertise_host") if name in settings}
     return {**settings, **hosts}
 
@@ -37,24 +37,24 @@ def address(host: str, port: object) -> str:
 
 
 def resolved(host: str) -> str:
-    """Returns the address to listen on for a host: of a name's the first that is IPv4, if there is one.
+    """Returns the address to listen on for a host; for a name its first IPv4 address, else its first address.
 
     Raises:
-        OSError: there is no such host; the message names the option.
+        OSError: the host is unknown; the message names the option.
     """
     try:
         found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # the latter for a name that no resolver takes
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that no resolver accepts
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise OSError(f"--host: {host!r} is no address, and no name that is known here: {why}") from None
     return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
 
 
 def listener(host: str, port: int, backlog: int | None = None) -> socket.socket:
-    """Returns a socket that listens there; at :: to IPv4 as well.
+    """Returns a socket that listens there; at :: for IPv4 as well.
 
     Raises:
-        OSError: there is no such host, or the address is another's.
+        OSError: the host is unknown, or the address is in use.
     """
     at = resolved(host)
     family = socket.AF_INET6 if ":" in at else socket.AF_INET

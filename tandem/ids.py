@@ -1,4 +1,4 @@
-"""Ids that nobody can guess."""
+"""Ids that cannot be guessed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ AT_ONCE = 256
 class RandomIds:
     """Makes ids of 32 hexadecimal digits each. Any thread may call it.
 
-    The system is asked for the randomness of many at once: to ask it lets other threads run, who may take their time.
+    It gets the randomness of many ids from the system in one call, as each call releases the GIL and may wait for
+    others.
     """
 
     def __init__(self) -> None:
@@ -22,6 +23,6 @@ class RandomIds:
         while True:
             try:
                 return self._left.pop()
-            except IndexError:  # another thread may take them before this one
+            except IndexError:  # another thread may have taken the last id
                 digits = os.urandom(AT_ONCE * DIGITS // 2).hex()
                 self._left.extend(digits[at : at + DIGITS] for at in range(0, len(digits), DIGITS))

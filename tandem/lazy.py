@@ -1,4 +1,4 @@
-"""Imports what a room's door offers when it is asked for: nobody waits seconds for torch who wants settings."""
+"""Imports a package's public names at their first use, so that code which needs only settings does not import torch."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def lazily(door: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """A module's `__getattr__`.
+    """Returns the `__getattr__` of a package whose names are imported at first use.
 
     Args:
-        door: the module's name.
-        homes: the names that each of its modules has.
+        door: the package's name.
+        homes: module of the package: the names that it has.
     """
     home_of = {name: home for home, names in homes.items() for name in names}
 

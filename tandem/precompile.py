@@ -1,7 +1,7 @@
-"""`python -m tandem.precompile`: the C of this tree, compiled into the cache while an image is built.
+"""Compiles Tandem's C code into the cache while an image is built: `python -m tandem.precompile`.
 
-A machine that runs the image may have other instructions than the one that builds it, so there is a library for each
-set of them that the code asks for; which one is loaded is decided where it runs. On arm64 torch computes everything.
+The machine that runs the image may have other instruction sets than the one that builds it, so a library is made for
+each set that the code can use; the running machine chooses one. On arm64 torch computes everything.
 """
 
 from __future__ import annotations

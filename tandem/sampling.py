@@ -1,7 +1,7 @@
-"""How the tokens of an answer are chosen: every sampling parameter with its type, range and default.
+"""The sampling parameters, which choose an answer's tokens: type, range and default of each.
 
     HTTP body | llm.proto  ->  what the client gave  ->  SamplingParams  ->  llm.proto  ->  worker  ->  sampler
-                               model's generation_config where it gave nothing
+                               model's generation_config for what it did not give
 
 Names are those of llm.proto and of the HTTP bodies. A new parameter is a field there, a field here, and what the
 sampler does with it.
@@ -16,7 +16,7 @@ from ctypes import c_float
 from dataclasses import dataclass, field
 from typing import Any, Self, get_type_hints
 
-MAX_LOGPROBS = 20  # for clients
+MAX_LOGPROBS = 20  # the most that clients may ask for
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOPS = 16
 MAX_BAD_WORDS = 64
@@ -25,7 +25,7 @@ MAX_BIAS, MAX_BIASED = 100.0, 16384
 
 
 class InvalidParameter(ValueError):
-    """A parameter that cannot be served; `problem` says what would be right."""
+    """A parameter that cannot be served; `problem` says what a right value would be."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name} {problem}")
@@ -34,26 +34,28 @@ class InvalidParameter(ValueError):
 
 
 def _number(default: float | None, low: float, high: float, of_model: bool = False) -> Any:
-    """`of_model`: the model's generation_config may have a default of its own."""
+    """Returns a numeric field. `of_model`: the model's generation_config may set another default."""
     return field(default=default, metadata={"range": (low, high), "of_model": of_model})
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Every default resolved. `temperature` 0 is greedy, and so is `top_p` 0, for which `of` makes the temperature 0;
+    """Sampling parameters with all defaults resolved.
+
+    `temperature` 0 is greedy, and so is `top_p` 0, for which `of` makes the temperature 0;
     `top_k` 0, `logprobs` and `prompt_logprobs` None are off.
 
-    `logprobs` n reports the chosen token and the n most likely ones, or those of `logprob_token_ids` instead of these,
-    from the model's own distribution; `prompt_logprobs` n does so for the prompt's tokens but the first. `max_tokens` 0
-    only prefills the prompt; workers do not know it. The draw for
-    token t depends only on (`seed`, t). For workers `stop` and `bad_words` are empty, for they know no text:
-    `stop_token_ids` has the model's end-of-text ids unless `ignore_eos`, `bad_words_token_ids` the ways to spell
-    `bad_words`, of each of which the last token is not chosen behind the others. `grammar` (tandem/grammar) goes
-    before all else: where nothing that it allows is left, it alone decides. After `thinking_token_budget` tokens of
-    thoughts `thinking_end_token_ids` come; thoughts begin with the answer, or behind `thinking_begin_token_ids`.
+    `logprobs` n reports the chosen token and the n most likely tokens, or `logprob_token_ids` instead of the likely
+    ones, from the model's unmodified distribution; `prompt_logprobs` n does so for the prompt's tokens after the first.
+    `max_tokens` 0 only prefills the prompt, and is never sent to workers. The draw for token t depends only on (`seed`,
+    t). Workers get no text, so their `stop` and `bad_words` are empty: `stop_token_ids` has the model's end-of-text ids
+    unless `ignore_eos`, and `bad_words_token_ids` the spellings of `bad_words`, whose last token is not chosen after
+    the others. `grammar` (tandem/grammar) has precedence: if the other rules leave no token that it allows, it alone
+    decides. After `thinking_token_budget` tokens of thoughts `thinking_end_token_ids` are forced; thoughts begin with
+    the answer, or after `thinking_begin_token_ids`.
     """
 
-    max_tokens: int = _number(2**31 - 1, 0, 2**31 - 1)  # the model's context ends an answer, too
+    max_tokens: int = _number(2**31 - 1, 0, 2**31 - 1)  # the model's context also bounds an answer
     min_tokens: int = _number(0, 0, 2**31 - 1)
     temperature: float = _number(1.0, 0.0, 2.0, of_model=True)
     top_k: int = _number(0, 0, 2**31 - 1, of_model=True)
@@ -82,7 +84,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Makes parameters of what a client gave, by name, and checks them. -1 is another word for `top_k` 0 and no
+        """Makes parameters of what a client gave, by name, and checks them. -1 means `top_k` 0, and no
         `thinking_token_budget`.
 
         Raises:
@@ -110,11 +112,11 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, message: Any) -> Self:
-        """`message`: tandem.v1.SamplingParams. Not checked."""
+        """Reads a tandem.v1.SamplingParams, unchecked."""
         return cls(**given_in(message))
 
     def to_proto(self, message: Any) -> None:
-        """Into an empty tandem.v1.SamplingParams, where what is as by default stays unset."""
+        """Writes to an empty tandem.v1.SamplingParams, in which parameters with default values stay unset."""
         for name, value, default in zip(NAMES, VALUES(self), DEFAULTS.values(), strict=True):
             if value is default or value == default:
                 continue
@@ -129,12 +131,13 @@ class SamplingParams:
                 getattr(message, name).extend(sorted(value) if isinstance(value, frozenset) else value)
 
     def check(self, given: Collection[str] | None = None) -> None:
-        """
+        """Checks types and ranges.
+
         Args:
-            given: the names of those that may not be as by default; of all, if not said.
+            given: names of the parameters that may differ from their defaults; None: all.
 
         Raises:
-            InvalidParameter: the first one that no model can serve.
+            InvalidParameter: the first parameter that no model can serve.
         """
         for name in RANGES if given is None else filter(RANGES.__contains__, given):
             (low, high), value = RANGES[name], getattr(self, name)
@@ -165,9 +168,10 @@ class SamplingParams:
                 )
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """
+        """Checks token ids against a model's vocabulary.
+
         Raises:
-            InvalidParameter: what a model of `vocab_size` tokens cannot serve.
+            InvalidParameter: a model of `vocab_size` tokens cannot serve a parameter.
         """
         check_token_ids("logit_bias", self.logit_bias, vocab_size)
         check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
@@ -181,9 +185,10 @@ class SamplingParams:
 
 
 def check_token_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
-    """
+    """Checks token ids of one parameter.
+
     Raises:
-        InvalidParameter: naming the first one that is not among `vocab_size` tokens.
+        InvalidParameter: names the first id that is not among `vocab_size` tokens.
     """
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
@@ -191,12 +196,12 @@ def check_token_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
 
 
 def given_in(message: Any) -> dict[str, Any]:
-    """The fields that are set in a tandem.v1.SamplingParams, as SamplingParams takes them."""
+    """Returns the fields that are set in a tandem.v1.SamplingParams, in the form that SamplingParams takes."""
     return {found.name: CONTAINERS.get(found.name, _same)(value) for found, value in message.ListFields()}
 
 
 def _as_sent(value: float) -> float:
-    """A number as llm.proto carries it; integers are sent whole."""
+    """Returns a number rounded as llm.proto carries it; integers are sent exactly."""
     return c_float(value).value if isinstance(value, float) else value
 
 
@@ -209,7 +214,7 @@ NAMES = tuple(one.name for one in _FIELDS)
 DEFAULTS: dict[str, Any] = {name: getattr(SamplingParams(), name) for name in NAMES}
 TYPES: dict[str, Any] = get_type_hints(SamplingParams)
 RANGES: dict[str, tuple[float, float]] = {one.name: one.metadata["range"] for one in _FIELDS if "range" in one.metadata}
-# As numbers are sent; and what reads all values of one object at once.
+# The lower bounds, rounded as they are sent; and a reader of all values of one object.
 LEAST = {name: _as_sent(low) for name, (low, _) in RANGES.items()}
 VALUES = operator.attrgetter(*NAMES)
 OF_MODEL = tuple(one.name for one in _FIELDS if one.metadata.get("of_model"))
@@ -217,5 +222,5 @@ CONTAINERS: dict[str, Any] = {
     one.name: one.default_factory for one in _FIELDS if one.default_factory is not dataclasses.MISSING
 }
 CONTAINERS["bad_words_token_ids"] = lambda value: tuple(tuple(one.ids) for one in value)
-# What clients do not set.
+# Parameters that clients cannot set.
 INTERNAL = frozenset({"bad_words_token_ids", "grammar", "thinking_begin_token_ids", "thinking_end_token_ids"})

@@ -1,4 +1,4 @@
-"""Speculative decoding, as deployments and requests ask for it."""
+"""The settings of speculative decoding, by which deployments and requests ask for it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 MAX_NUM_TOKENS = 16
-HEADS = ("medusa", "eagle", "eagle3")  # trained for one model
+HEADS = ("medusa", "eagle", "eagle3")  # heads are trained for one model
 METHODS = ("none", "ngram", "draft", *HEADS)
 
 
 @dataclass(frozen=True)
 class Speculative:
-    """How tokens are proposed ahead of what is known, `num_tokens` of them at most in a step; `method` none is off."""
+    """The `method` that proposes tokens ahead, at most `num_tokens` in a step; `method` none: off."""
 
     method: str = "none"
     num_tokens: int = 8
 
     @classmethod
     def from_proto(cls, message: Any) -> Self:
-        """`message`: tandem.v1.Speculative. Not checked."""
+        """Reads a tandem.v1.Speculative, unchecked."""
         return cls(message.method, message.num_tokens if message.HasField("num_tokens") else cls.num_tokens)
 
     def check(self, methods: Collection[str] = METHODS) -> None:
-        """Raises ValueError naming the field that a worker with these methods cannot serve."""
+        """Checks that a worker with these methods can serve it. Raises ValueError that names the wrong field."""
         if self.method not in methods:
             raise ValueError(f"speculative.method: {self.method!r} is not one of {', '.join(methods)}")
         if not 0 <= self.num_tokens <= MAX_NUM_TOKENS:

@@ -1,7 +1,7 @@
 """The bytes of each token of a model, and the tokens of a text: from its tokenizer.json.
 
-Both are meant within a text. A token that is decoded alone begins a text, and a text that is encoded alone is a whole
-one: there SentencePiece's kind of tokenizer leaves out a space, and adds one.
+Both apply within a text. A tokenizer takes a token that it decodes alone as the beginning of a text, and a text that it
+encodes alone as a whole text: there tokenizers like SentencePiece drop a space, or add one.
 
     tokenizer.json        <0xE2>     ▁time      Ġtime      ##ing
     decoded alone         \ufffd     "time"     " time"    "##ing"
@@ -24,10 +24,11 @@ from tandem.checkpoints import read_bytes
 
 
 def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """
+    """Loads a model's tokenizer.
+
     Raises:
         FileNotFoundError: the folder has no tokenizer.json.
-        ValueError: it is malformed.
+        ValueError: the file is malformed.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -37,33 +38,33 @@ def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # some damage makes the library panic, which is no Exception
+    except BaseException as error:  # the library panics on some damage, which is no Exception
         raise ValueError(f"{file}: {error}") from None
     return as_served(tokenizer)
 
 
 def as_served(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Without what is left from training: a prompt is neither as long as others that come with it, nor cut."""
+    """Disables the padding and truncation that training may have left in a tokenizer, and returns it."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
 
 
-# A token that no decoder changes, as a token's neighbour.
+# A token that no decoder changes, to decode another token beside it.
 NEIGHBOUR = "x"
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
-# Normalizers that change no text but the words' spelling of it.
+# Normalizers that change only how words spell a text, not the text.
 SPELLING = frozenset({"ByteLevel", "Replace"})
-# Of a pre-tokenizer, where it is not to add a space to a text's beginning.
+# The options of a pre-tokenizer that keep it from adding a space to a text's beginning.
 WITHIN: Mapping[str, Mapping[str, Any]] = {
     "ByteLevel": {"add_prefix_space": False}, "Metaspace": {"prepend_scheme": "never"}
 }  # fmt: skip
 
 
 class Vocabulary:
-    """The words of a tokenizer. A model may have more logits than these, or fewer, and there may be holes in their ids.
+    """The words of a tokenizer. A model may have more or fewer logits than words, and ids may have gaps.
 
-    `added`: ids of tokens that a text has as a whole, by that text. `special`: of those that are no text.
+    `added`: ids of the added tokens, by their text. `special`: ids of the added tokens that are no text.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -80,17 +81,19 @@ class Vocabulary:
         self.special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns what a token, special or not, adds to a text; perhaps a part of a character. b"" of an id without."""
+        """Returns the bytes that a token, special or not, adds to a text: perhaps a part of a character. b"" for an
+        unused id.
+        """
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._read_bytes(token_id)
         return known
 
     def spell(self, text: str, with_special: bool = False) -> list[int]:
-        """Returns the tokens of a text within another one; [] where it has no words for it all.
+        """Returns the tokens of a text within another text; [] if the words cannot spell all of it.
 
         Args:
-            with_special: the name of a special token is that token; else it is text, as all is.
+            with_special: the text of a special token becomes that token; else it is spelled like any text.
         """
         ids: list[int] = self._speller(with_special).encode(text, add_special_tokens=False).ids
         data = text.encode()
@@ -113,10 +116,10 @@ class Vocabulary:
             return token.encode()
 
     def _speller(self, with_special: bool) -> tokenizers.Tokenizer:
-        """Returns a tokenizer with the same model that changes nothing about a text, and adds nothing before it."""
+        """Returns a tokenizer with the same model that neither changes a text, nor adds a space before it."""
         if (known := self._spellers.get(with_special)) is not None:
             return known
-        speller = tokenizers.Tokenizer(self._tokenizer.model)  # which both share
+        speller = tokenizers.Tokenizer(self._tokenizer.model)  # both tokenizers share the model
         kept = [part for part in parts_of(self._tokenizer.normalizer) if part["type"] in SPELLING]
         cuts = [{**part, **WITHIN.get(part["type"], {})} for part in parts_of(self._tokenizer.pre_tokenizer)]
         speller.normalizer = _sequence(normalizers.Sequence([]), "normalizers", kept)
@@ -127,7 +130,7 @@ class Vocabulary:
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        """Ids of tokens that are text, by their bytes: the last one of those that are the same."""
+        """Returns the ids of tokens that are text, by their bytes; of equal tokens the last id."""
         words = self._tokenizer.get_vocab(with_added_tokens=True).values()
         return {self.token_bytes(i): i for i in sorted(words) if i not in self.special}
 
@@ -145,12 +148,12 @@ class Vocabulary:
 
 
 def parts_of(component: Any) -> Iterator[dict[str, Any]]:
-    """Yields the descriptions of a tokenizer's component and, in place of a sequence, of what is in it."""
+    """Yields the description of a tokenizer's component; for a sequence the descriptions of its parts."""
     if component is None:
         return
     try:
         left = [json.loads(component.__getstate__())]
-    except Exception:  # it is written in Python
+    except Exception:  # a component written in Python has no description
         left = [{"type": ""}]
     while left:
         part = left.pop()
@@ -167,7 +170,9 @@ def _sequence(empty: Any, name: str, parts: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: printable Latin-1 bytes are themselves, the others follow from U+0100 on."""
+    """Returns GPT-2's printable characters for bytes: printable Latin-1 bytes are themselves, others follow from
+    U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

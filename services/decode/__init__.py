@@ -1,1 +1,1 @@
-"""The decode room: KV blocks in, tokens out."""
+"""The decode service: KV blocks in, tokens out."""

@@ -1,9 +1,9 @@
-"""Waiting for room: reservations that the block pool cannot hold yet, in order of priority, then of arrival.
+"""The queue of reservations that the block pool has no room for yet, by priority, then by arrival.
 
-Where nobody waits and there is room, it is taken at once, beside the engine's step. Else, between two steps, everything
-that fits is reserved, in that order, up to the first that does not; what never will is refused, wherever it stands.
-Nothing is held while waiting and the first in line is never passed by, so a big request is not starved by small ones
-and no cycle of waiting can form.
+If no request waits and there is room, a request takes its blocks immediately, beside the engine's step. Else, between
+two steps, waiting requests are reserved in order, up to the first that does not fit; a request that can never fit is
+refused, wherever it stands. A waiting request holds nothing and the first in line is never overtaken, so small requests
+do not starve a big one, and no cycle of waiting can form.
 """
 
 from __future__ import annotations
@@ -19,31 +19,40 @@ from tandem.worker import Added, Ended, EnginePort, Event
 
 @dataclass(order=True, slots=True)
 class QueuedSequence:
-    """`answered` is set on the engine's thread: the event that takes it out of the line is on its way."""
+    """A request in line.
+
+    `answered`: set on the engine's thread, when the event that removes the request is on its way.
+    """
 
     priority: int
     arrival: int
     request: Request = field(compare=False)
-    may_fit: bool = field(default=False, compare=False)  # nothing in it is wrong, it only has to wait
+    may_fit: bool = field(default=False, compare=False)  # the request is valid and only has to wait
     answered: bool = field(default=False, compare=False)
 
 
 class BlockQueue:
-    """Each that enters is answered with Added or Ended, by the engine's events; its owner then has it `leave`."""
+    """The queue.
+
+    Each request that enters gets an Added or Ended event of the engine; its owner must then call `leave`.
+    """
 
     def __init__(self, engine: EnginePort) -> None:
         self._engine = engine
         self._line: list[QueuedSequence] = []
         self._waiting: dict[str, QueuedSequence] = {}
         self._arrivals = count()
-        self._looking = False  # submitted, and not begun yet
+        self._looking = False  # `_reserve_in_order` is submitted and has not begun yet
 
     def __len__(self) -> int:
         return len(self._line)
 
     def enter(self, request: Request) -> Added | None:
-        """Take blocks for the prompt and a likely answer: returned if that is possible at once, else an event as soon
-        as it is this one's turn and there is room."""
+        """Takes blocks for the prompt and a likely answer.
+
+        Returns Added if that is possible immediately; else the event comes as soon as it is the request's turn and
+        there is room.
+        """
         added = None if self._line else self._engine.beside_step(lambda engine: _take_free(engine, request))
         if added is None:
             waiting = self._waiting[request.request_id] = QueuedSequence(
@@ -54,21 +63,23 @@ class BlockQueue:
         return added
 
     def leave(self, request_id: str) -> None:
-        """It is answered, or wants no blocks any more: then it may have just got them, and its owner aborts it."""
+        """Removes a request that is answered, or given up: it may have just got its blocks, so its owner aborts it
+        then.
+        """
         waiting = self._waiting.pop(request_id, None)
         if waiting is not None:
             self._line.remove(waiting)
             self.look_again()
 
     def look_again(self) -> None:
-        """Blocks may have become free, or the line has changed."""
+        """Tries the line again, as blocks may have become free, or the line has changed."""
         if self._line and not self._looking:
             self._looking = True
             self._engine.submit_with_turn("", self._reserve_in_order)
 
     def _reserve_in_order(self, engine: Engine) -> Sequence[Event]:
-        """On the engine's thread: all that wait by now."""
-        self._looking = False  # before the line is copied: what changes from now on is looked at again
+        """Reserves blocks for waiting requests, in order, on the engine's thread. Returns their events."""
+        self._looking = False  # reset before the line is copied, so that later changes are looked at again
         events: list[Event] = []
         has_room = True
         for waiting in [waiting for waiting in self._line.copy() if not waiting.answered]:
@@ -88,7 +99,7 @@ class BlockQueue:
 
 
 def _take_free(engine: Engine, request: Request) -> Added | None:
-    """None also where it is refused: the event says why."""
+    """Reserves free blocks; None without room, or if the engine refuses the request: an event then reports why."""
     try:
         return _reserve(engine, request, outranks=False)
     except ValueError:

@@ -1,13 +1,13 @@
-"""The sequences of a decode worker. One of them:
+"""The sequences of a decode worker. The life of a sequence:
 
-1 enter     `add`: its prompt is prefilled here;   `reserve`: it waits its turn for blocks, then its KV is expected
-2 land      frames arrive, verified, into blocks that nobody reads yet
+1 enter     `add`: its prompt is prefilled here;   `reserve`: it waits for blocks, then for its KV
+2 land      frames arrive, verified, in blocks that no step reads yet
 3 join      the commit frame brings the first token; the sequence enters the running batch
 4 end       by a finish, an abort, a failed transfer, its deadline, or the loss of its stream
 5 release   the transfer is fenced, then the engine's blocks are released: a late frame could land in another sequence's
 
-What the engine does with it comes as events, in order. One deadline, armed when the sequence enters, bounds all of it.
-A sequence ends once, in `_end`, or with its last token in `_wrote`; whatever comes later changes nothing.
+The engine reports on a sequence by events, in order. One deadline, set when the sequence enters, bounds its whole life.
+A sequence ends once, in `_end`, or with its last token in `_wrote`; later events change nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tandem.engine import Engine, FinishReason, Request, SampledToken, SequenceO
 from tandem.transfer import TransferError
 from tandem.worker import BUG, Added, Ended, EnginePort, Event, SequenceFailed, Streams, failure_of
 
-# A transfer that cannot be fenced keeps its blocks: the worker then ends, and is started again.
+# A transfer that cannot be fenced within this time keeps its blocks: the worker then ends, and is started again.
 FENCE_WAIT_S = 10.0
 HAND_OVER_S = 2.0
 log = structlog.get_logger(__name__)
@@ -36,7 +36,7 @@ tracer = trace.get_tracer("tandem.decode")
 
 
 class KVReceiver(Protocol):
-    """The part of a Receiver that sequences use. Callbacks may come on any thread."""
+    """The part of a Receiver that sequences use. Callbacks may run on any thread."""
 
     def expect(
         self, transfer_id: str, *, block_ids: Sequence[int], first_block: int, timeout_s: float,
@@ -44,7 +44,7 @@ class KVReceiver(Protocol):
     ) -> None: ...  # fmt: skip
 
     def cancel(self, transfer_id: str) -> Future[None]:
-        """Resolves once no byte of the transfer will be written any more."""
+        """Cancels a transfer. The future resolves once no byte of it will be written any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,13 @@ class Reservation:
 
 @dataclass(slots=True)
 class Held:
-    """A sequence this worker holds something for. `released` is there once it has ended, and resolves when nothing is
-    held any more."""
+    """A sequence that this worker holds something for. `released`: set once the sequence has ended, and resolved when
+    nothing is held any more.
+    """
 
     request_id: str
     stream_id: str
-    deadline: float  # on the loop's clock
+    deadline: float  # by the loop's clock
     span: Span
     itl_target_s: float
     sender: str
@@ -78,9 +79,12 @@ class Held:
 
 
 class DecodeSequences:
-    """`reserved(stream_id, request_id, reservation)` is called once one has entered: without a reservation where its
-    prompt is prefilled here. `first_token` parses a commit's payload. `stuck` is set, with the reason, when a transfer
-    cannot be fenced."""
+    """The sequences of this worker.
+
+    `reserved(stream_id, request_id, reservation)` is called when a sequence has entered; the reservation
+    is None if its prompt is prefilled here. `first_token` parses a commit's payload. `stuck` gets the reason when a
+    transfer cannot be fenced.
+    """
 
     def __init__(
         self,
@@ -106,24 +110,24 @@ class DecodeSequences:
         return len(self._held)
 
     def request_ids(self) -> set[str]:
-        """Those that are being released included."""
+        """Returns the ids of all requests, those that are being released included."""
         return set(self._held)
 
     def transfer_ids(self) -> set[str]:
-        """Ids of the transfers that are expected now."""
+        """Returns the ids of the transfers that are expected now."""
         return {held.transfer_id for held in self._held.values()}
 
     def num_entering_suspects(self) -> int:
-        """Suspects that have not ended and that the engine does not have yet."""
+        """Returns the number of running suspects that the engine has not added yet."""
         return sum(held.enters_as_suspect for held in self._running())
 
-    # --- in ---
+    # --- entering ---
 
     def add(self, request: Request, stream_id: str, timeout_s: float) -> None:
-        """The prompt is prefilled here.
+        """Adds a sequence whose prompt is prefilled here.
 
         Raises:
-            SequenceFailed: it cannot enter; that the engine refuses it is reported on its stream.
+            SequenceFailed: it cannot enter. A refusal by the engine is reported on its stream instead.
         """
 
         def add(engine: Engine) -> Sequence[Event]:
@@ -134,10 +138,10 @@ class DecodeSequences:
         self._engine.submit_with_turn(request.request_id, add)
 
     def reserve(self, request: Request, stream_id: str, timeout_s: float, sender: str) -> None:
-        """Blocks for the prompt and a likely answer, where KV of the prefill incarnation `sender` may land.
+        """Reserves blocks for the prompt and a likely answer, where KV of the prefill incarnation `sender` may land.
 
         Raises:
-            SequenceFailed: as `add`.
+            SequenceFailed: like `add`.
         """
         held = self._enter(request, stream_id, timeout_s, sender)
         added = self._block_queue.enter(request)
@@ -159,7 +163,7 @@ class DecodeSequences:
         held.timer = self._loop.call_at(deadline, self._fail, held, "DEADLINE_EXCEEDED", late)
         return held
 
-    # --- what the engine does with it ---
+    # --- the engine's events ---
 
     def on_events(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -200,7 +204,7 @@ class DecodeSequences:
         )
 
     def _join(self, held: Held, payload: bytes, num_bytes: int) -> None:
-        """The whole prompt has landed."""
+        """Joins a sequence to the batch, once its whole prompt has landed."""
         token = self._first_token(payload)
         if held.released is None:
             held.span.add_event("landed", {"kv.transfer.bytes": num_bytes})
@@ -218,7 +222,8 @@ class DecodeSequences:
         held.num_tokens += len(output.tokens)
         held.num_outputs += 1
         if held.num_outputs == 1:
-            stats = self._engine.stats  # a short answer may have left since: at least itself, and a block of it
+            # At least this sequence and a block of it, as a short answer may have left already.
+            stats = self._engine.stats
             output.batch_size = max(1, stats.num_running)
             output.kv_usage = max(1 / stats.num_blocks, stats.kv_usage)
         if held.span.is_recording() and not held.num_outputs & (held.num_outputs - 1):
@@ -230,31 +235,32 @@ class DecodeSequences:
             self._end_span(held, output.finish_reason, output.error or "")
 
     def _note_step(self, held: Held) -> None:
-        """The 1st, 2nd, 4th, 8th … step of a sequence: a long answer has few events, too."""
+        """Records a span event at the 1st, 2nd, 4th, 8th … step, so that a long answer has few events, too."""
         stats = self._engine.stats
         said = (held.num_tokens, stats.num_running, stats.num_waiting, stats.kv_usage)
         held.span.add_event("step", dict(zip(("decode.tokens", *STEP), said, strict=True)))
 
     def _engine_ended(self, held: Held, error: Exception | None) -> None:
-        """The engine has aborted it, or refused something of it."""
+        """Handles that the engine has aborted a sequence, or refused something of it."""
         if held.released is None:
             self._fail(held, *_failure(held.request_id, error))
-        elif not isinstance(error, ValueError | SequenceFailed):  # refused before the abort, which is to come
+        # Else an earlier refusal: the abort's event is still to come.
+        elif not isinstance(error, ValueError | SequenceFailed):
             if error is not None:
                 log.error("a sequence could not be released", request_id=held.request_id, exc_info=error)
             del self._held[held.request_id]
             held.released.set_result(None)
 
-    # --- its end ---
+    # --- ending ---
 
     async def abort(self, request_id: str) -> None:
-        """End a sequence in any state; returns when all it held is released. Unknown ids are no error."""
+        """Ends a sequence in any state; returns when all it held is released. Unknown ids are no error."""
         held = self._held.get(request_id)
         if held is not None:
             await asyncio.shield(held.released or self._end(held, FinishReason.ABORT, ""))
 
     def stream_ended(self, stream_id: str) -> None:
-        """Nobody reads these sequences' tokens any more."""
+        """Ends a broken stream's sequences, as no gateway reads their tokens any more."""
         lost = [held for held in self._running() if held.stream_id == stream_id]
         if lost:
             log.warning("a gateway's stream ended", stream_id=stream_id, aborted=len(lost))
@@ -262,15 +268,18 @@ class DecodeSequences:
             self._fail(held, "UNAVAILABLE", "the gateway's stream broke")
 
     async def hand_over(self) -> None:
-        """End all that runs: its gateways have it go on elsewhere. Returns when it is released, within a bound."""
+        """Ends all sequences, which their gateways resume on other workers.
+
+        Returns when they are released, within a bound.
+        """
         for held in self._running():
             self._fail(held, "UNAVAILABLE", "the worker is stopping")
         releasing = [held.released for held in self._held.values() if held.released]
         if releasing:
-            await asyncio.wait(releasing, timeout=HAND_OVER_S)  # longer only where the engine is stuck
+            await asyncio.wait(releasing, timeout=HAND_OVER_S)  # a release takes longer only if the engine is stuck
 
     async def close(self) -> None:
-        """End all that runs, without waiting for it."""
+        """Ends all sequences, without waiting for their release."""
         for held in self._running():
             self._end_span(held, None, "the worker is stopping")
         self._held.clear()
@@ -282,13 +291,13 @@ class DecodeSequences:
         return [held for held in self._held.values() if held.released is None]
 
     def _fail(self, held: Held, code: str, message: str) -> None:
-        """End a sequence, unless it has ended, with an error that its gateway hears of."""
+        """Ends a sequence, unless it has ended, with an error that is sent to its gateway."""
         if held.released is None and self._held.get(held.request_id) is held:
             self._streams.fail(held.stream_id, held.request_id, code, message)
             self._end(held, None, message)
 
     def _end(self, held: Held, reason: FinishReason | None, error: str) -> asyncio.Future[None]:
-        """Before its last token. Returns what resolves when nothing is held any more."""
+        """Ends a sequence before its last token. Returns the future that resolves when nothing is held any more."""
         released = held.released = self._loop.create_future()
         self._end_span(held, reason, error)
         self._block_queue.leave(held.request_id)
@@ -339,7 +348,7 @@ class DecodeSequences:
 
 
 def _failure(request_id: str, error: Exception | None) -> tuple[str, str]:
-    """Code and message for what the engine has refused."""
+    """Returns the code and message for an engine's error."""
     if isinstance(error, ValueError):
         return "INVALID_ARGUMENT", str(error)
     failure = failure_of(error)

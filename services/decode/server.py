@@ -1,4 +1,4 @@
-"""The decode service: protobuf in, protobuf out. What happens in between is in sequences.py."""
+"""The decode service's gRPC side: protobuf in, protobuf out. The work in between is in sequences.py."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class DecodeWorker:
         await self._kv.close()
 
     async def _watch(self) -> None:
-        """A worker whose transfers cannot be fenced ends, and is started again."""
+        """Ends the worker, which is then started again, when a transfer cannot be fenced."""
         raise RuntimeError(await asyncio.shield(self._sequences.stuck))
 
     async def _begin(self, stream_id: str, entry: Entry) -> None:

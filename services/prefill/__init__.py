@@ -1,1 +1,1 @@
-"""The prefill room: prompt tokens in; first token out, KV blocks pushed."""
+"""The prefill service: prompt tokens in; first token out, KV blocks pushed."""

@@ -1,6 +1,6 @@
-"""Metrics of the KV that a prefill worker sends; tandem/catalogue/metrics.py says what each series means.
+"""Metrics of the KV that a prefill worker sends; tandem/catalogue/metrics.py describes each series.
 
-Called by links' threads as well as by the event loop.
+Links' threads and the event loop call it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_PEERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Transfers to one decode worker: `busy_s` in pushes, and from the commit until decode could start."""
+    """The transfers to one decode worker. `busy_s`: seconds in pushes, and from commits until decode could start."""
 
     num_bytes: int = 0
     transfers: int = 0
@@ -35,16 +35,16 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """One transfer's: `whole` from its first push, `exposed` from its commit, until decode could start."""
+    """The seconds of one transfer until decode could start: `whole` from its first push, `exposed` from its commit."""
 
     whole: float
     exposed: float
-    pushed: float  # in pushes
+    pushed: float  # seconds spent in pushes
 
 
 class TransferMetrics:
     def __init__(self, registry: CollectorRegistry, labels: Sequence[str]) -> None:
-        """`labels`: values of WORKER_LABELS."""
+        """`labels`: the values of WORKER_LABELS."""
         self._registry, self._labels = registry, tuple(labels)
         self._peer = CappedValues(MAX_PEERS)
         self._seconds = TRANSFERS["tandem_transfer_seconds"].histogram_tally(registry)
@@ -55,7 +55,7 @@ class TransferMetrics:
         self._lock = Lock()
 
     def landed(self, peer: str, transport: str, num_bytes: int, seconds: Seconds) -> None:
-        """The peer has verified all of a transfer's frames."""
+        """Counts a transfer whose frames the peer has all verified."""
         with self._lock:
             pair = *self._labels, self._peer(peer), transport
             self._seconds.labels(*pair).observe(seconds.whole)
@@ -69,7 +69,9 @@ class TransferMetrics:
             self._add(peer, Moved(failures=1))
 
     def moved_to(self, peer: str) -> Moved:
-        """Since this worker started; of peers beyond MAX_PEERS, together."""
+        """Returns the transfers to a peer since this worker started; for peers beyond MAX_PEERS, of all of them
+        together.
+        """
         with self._lock:
             return self._moved.get(self._peer(peer), Moved())
 

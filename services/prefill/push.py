@@ -1,4 +1,4 @@
-"""One sequence's KV being sent, seen by the trace: the engine's sink around a transfer's Push.
+"""The traced push of one sequence's KV: the engine's sink, which wraps a transfer's Push.
 
     kv.transfer span   |-- push, push, push, … --|            |-- commit -> ack --|
     the engine         |== layer by layer =========== sample ==|
@@ -29,8 +29,8 @@ tracer = trace.get_tracer("tandem.prefill")
 class TracedPush:
     """A KVSink that records a `kv.transfer` span from the first layer pushed to the receiver's ack.
 
-    `moved` is called with how many tokens' KV it moved, and the seconds that took: in pushes, and from the commit to
-    the ack.
+    `moved` is called with the number of tokens moved and the seconds that took: in pushes, and from the commit to the
+    ack.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""The sequences of a prefill worker. One of them:
+"""The sequences of a prefill worker. The life of a sequence:
 
-1 link      to the ticket's decode worker, open already or opened now
-  fetch     what another worker has more of it in its cache, where the gateway names one, and what the tiers have
-2 queue     until the engine's scheduler takes the prompt up
+1 link      to the ticket's decode worker, which is opened if necessary
+  fetch     cached KV of the prompt, from the worker that the gateway names, if any, and from the tiers
+2 queue     until the engine schedules the prompt
 3 compute   in chunks; each layer of each chunk is pushed as it is computed
-4 commit    the first token is sampled: it goes to the decode worker behind the KV, and to the caller
+4 commit    the first token is sampled: it is sent to the decode worker after the KV, and to the caller
 
-Whatever ends it earlier aborts the push, which releases the landing, and takes the sequence out of the engine.
+An earlier end aborts the push, which releases the landing blocks, and removes the sequence from the engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ tracer = trace.get_tracer("tandem.prefill")
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The decode worker's permission: the blocks that a prompt's KV may go to."""
+    """A decode worker's permission to write a prompt's KV to certain blocks."""
 
     transfer_id: str
     decode: LinkPeer
@@ -43,7 +43,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A first token, and what it took."""
+    """A first token, and how it was made."""
 
     output: SequenceOutput
     transfer_bytes: int
@@ -53,8 +53,11 @@ class Prefilled:
 
 
 class PrefillSequences:
-    """`link_to` opens links; `fetcher` brings KV from other places. `payload` is what the decode worker gets of the
-    first token; `now` works on any thread."""
+    """The sequences of this worker.
+
+    `link_to` opens links; `fetcher` fetches cached KV. `payload` encodes the first token for the decode
+    worker; `now` works on any thread.
+    """
 
     def __init__(
         self,
@@ -80,13 +83,14 @@ class PrefillSequences:
         return set(self._computing)
 
     def transfer_ids(self) -> set[str]:
-        """Ids of the pushes that are not committed yet."""
+        """Returns the ids of the pushes that are not committed yet."""
         return set(self._pushing)
 
     async def prefill(
         self, request: Request, ticket: Ticket, timeout_s: float, holder: Holder | None = None
     ) -> Prefilled:
-        """
+        """Prefills a prompt and pushes its KV to the ticket's decode worker. Returns the first token.
+
         Raises:
             SequenceFailed
         """
@@ -101,7 +105,8 @@ class PrefillSequences:
                 raise SequenceFailed(error.code, f"KV transfer: {error}") from None
 
     async def embed(self, request: Request, timeout_s: float) -> SequenceOutput:
-        """
+        """Computes the embedding of a request's prompt.
+
         Raises:
             SequenceFailed
         """
@@ -115,7 +120,7 @@ class PrefillSequences:
                 raise SequenceFailed("DEADLINE_EXCEEDED", "the request's deadline passed in prefill") from None
 
     async def abort(self, request_id: str) -> None:
-        """Return once a sequence whose `prefill` was cancelled holds nothing any more."""
+        """Removes a sequence whose `prefill` was cancelled from the engine; returns when it holds nothing any more."""
         await self._engine.call(lambda engine: engine.abort(request_id))
 
     def on_events(self, events: Sequence[Event]) -> None:
@@ -136,7 +141,8 @@ class PrefillSequences:
         push = self._begin(link, ticket, timeout_s, span)
         self._pushing.add(ticket.transfer_id)
         try:
-            # The decode worker knows by now that it begins: to read an adapter may take longer than it waits for that.
+            # After `_begin`, as the decode worker waits only briefly for a push to begin, and reading an adapter may
+            # take longer.
             await self._engine.prepare(request, timeout_s)
             fetched = await self._fetcher.complete(request, holder, timeout_s)
             output = await self._compute(request, push, ticket.num_cached_blocks)

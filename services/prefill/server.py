@@ -1,4 +1,4 @@
-"""The prefill service: protobuf in, protobuf out. What happens in between is in sequences.py."""
+"""The prefill service's gRPC side: protobuf in, protobuf out. The work in between is in sequences.py."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
             worker_id=context.worker_id,
             metrics=metrics,
         )
-        # What a stream had begun is cancelled with it: nothing is left to end.
+        # A stream's sequences are cancelled with the stream: nothing is left to end.
         self._streams = Streams(context.incarnation, lambda stream_id: None, context.starvation)
         suspects = SuspectTurns(lambda: context.engine.num_suspects)
         work = WorkService(self._streams, context.ports.new_id, self._begin, self._sequences.abort, suspects)
@@ -81,7 +81,7 @@ class PrefillWorker(prefill_pb2_grpc.PrefillServiceServicer):
         self._streams.end_all()
 
     async def hand_over(self) -> None:
-        """Nothing to do: the end of the streams says enough."""
+        """Does nothing: gateways notice the end of their streams."""
 
     async def close(self) -> None:
         self._streams.close()

@@ -1,7 +1,7 @@
-"""The catalogue of metrics: each series that a process exposes, and what moves it. docs/metrics.md is written from it.
+"""The catalogue of metrics: each series that a process exposes, and what it counts. docs/metrics.md is made from it.
 
-Names and meanings are vLLM's where vLLM has the thing, so that its dashboards work. A series that is not here cannot
-be made: those who fill one ask for it by name.
+Where vLLM has the same metric, name and meaning are vLLM's, so that its dashboards work. A series that is not in the
+catalogue cannot be made: the code that fills a series gets it from here by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric. A counter's name is without its `_total`."""
+    """A metric. A counter's name is without its `_total`."""
 
     name: str
     kind: MetricKind
@@ -38,11 +38,11 @@ class Series:
         return f"{self.name}_total" if self.kind is MetricKind.COUNTER else self.name
 
     def counter_tally(self, registry: CollectorRegistry) -> CounterTally:
-        """For one thread, or one at a time."""
+        """Returns the series' counter for one thread, or for several that take turns."""
         return CounterTally(self, registry)
 
     def histogram_tally(self, registry: CollectorRegistry) -> HistogramTally:
-        """For one thread, or one at a time."""
+        """Returns the series' histogram for one thread, or for several that take turns."""
         return HistogramTally(self, registry)
 
     def counter(self, registry: CollectorRegistry) -> Counter:
@@ -55,17 +55,17 @@ class Series:
         return Histogram(self.name, self.text, self.labels, registry=registry, buckets=self.buckets)
 
     def family(self) -> CounterMetricFamily | GaugeMetricFamily:
-        """For a collector that adds the value of a counter or gauge when it is asked."""
+        """Returns the family for a collector that adds a counter's or gauge's value at each scrape."""
         family = CounterMetricFamily if self.kind is MetricKind.COUNTER else GaugeMetricFamily
         return family(self.name, self.text, labels=self.labels)
 
     def histogram_family(self) -> HistogramMetricFamily:
-        """For a collector that adds buckets when it is asked."""
+        """Returns the family for a collector that adds buckets at each scrape."""
         return HistogramMetricFamily(self.name, self.text, labels=self.labels)
 
 
 class CappedValues:
-    """Values of a label, the first `most` that came; all others are OTHER."""
+    """Values of a label: the first `most` distinct ones; all later ones become OTHER."""
 
     OTHER = "other"
 
@@ -81,7 +81,7 @@ class CappedValues:
         return value
 
 
-# Deadlines are minutes long: the last bounds tell those that nearly missed one from those that came soon after.
+# Deadlines are minutes long: the last bounds separate requests that nearly missed a deadline from earlier ones.
 LONG = (120.0, 240.0, 480.0, 600.0)
 TTFT = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -105,7 +105,7 @@ def _by_name(series: Iterator[Series]) -> Mapping[str, Series]:
 
 
 def _choices() -> Iterator[Series]:
-    """Choices of the gateway's answers, under vLLM's names."""
+    """Yields the series of the choices of gateways' answers, under vLLM's names."""
     gauge, histogram = MetricKind.GAUGE, MetricKind.HISTOGRAM
     yield Series("vllm:num_requests_waiting", gauge, "Choices accepted that have no token yet, queued ones too.", MODEL)
     yield Series("vllm:num_requests_running", gauge, "Choices between their first token and their last.", MODEL)
@@ -138,7 +138,7 @@ def _choices() -> Iterator[Series]:
 
 
 def _gateway() -> Iterator[Series]:
-    """The rest of the gateway's."""
+    """Yields the gateway's other series."""
     counter, gauge, histogram = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
     yield Series("vllm:prompt_tokens", counter, "Prompt tokens of choices that ended well.", MODEL)
     yield Series("vllm:generation_tokens", counter, "Tokens of all choices, as they come; of failed ones too.", MODEL)

@@ -1,6 +1,6 @@
-"""The catalogue of spans: each one that is recorded, its attributes and events. docs/tracing.md is written from it.
+"""The catalogue of spans: each recorded span, its attributes and events. docs/tracing.md is made from it.
 
-Tests compare what processes record with it, in both directions.
+Tests compare the spans that processes record with the catalogue, in both directions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OF_ANY = {
     ERROR: "of a span that failed: the error's type, as clients get it; the status is ERROR then",
     TRUNCATED: "true where the phase ended before it was over: it failed, something beside it did, or the client left",
 }
-# Of one step of an engine, at its end.
+# Attributes of an event for one step of an engine, as of the step's end.
 STEP = ("engine.running", "engine.waiting", "engine.kv_usage")
 
 
@@ -25,8 +25,8 @@ class CataloguedSpan:
     service: str
     name: str
     meaning: str
-    attributes: dict[str, str]  # beside OF_ANY; `<…>` stands for any name
-    events: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the attributes of each
+    attributes: dict[str, str]  # attributes besides OF_ANY; `<…>` stands for any name
+    events: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the attributes of each event
 
 
 _WORKER = {"tandem.worker": "the worker's name"}

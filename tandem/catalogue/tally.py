@@ -1,5 +1,5 @@
-"""Counters and histograms that one thread counts in, such as a gateway's event loop: without the locks and the looking
-up of prometheus_client's own, which cost a request more than its way to a worker. Any thread may collect them."""
+"""Counters and histograms for one counting thread, such as a gateway's event loop. They avoid prometheus_client's locks
+and look-ups, which cost more than routing a request. Any thread may collect them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Count:
-    """A counter's value, for some values of its labels."""
+    """A counter's value for one combination of label values."""
 
     __slots__ = ("value",)
 
@@ -30,18 +30,18 @@ class Count:
 
 
 class BucketCounts:
-    """A histogram's counts and sum, for some values of its labels."""
+    """A histogram's counts and sum for one combination of label values."""
 
     __slots__ = ("_bounds", "_counts", "_exemplars", "_series", "_sum")
 
     def __init__(self, series: Series) -> None:
         self._series, self._bounds = series, series.buckets
         self._sum = 0.0
-        self._counts = [0] * (len(series.buckets) + 1)  # with those beyond the last bound
+        self._counts = [0] * (len(series.buckets) + 1)  # the last one counts values beyond the last bound
         self._exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, exemplar: Mapping[str, str] | None = None) -> int:
-        """Returns its bucket. `exemplar`: labels that lead to where the value comes from."""
+        """Counts a value and returns the index of its bucket. `exemplar`: labels that lead to the value's origin."""
         self._sum += value
         bucket = bisect_left(self._bounds, value)
         self._counts[bucket] += 1
@@ -64,7 +64,7 @@ Cell = TypeVar("Cell", Count, BucketCounts)
 
 
 class _Tally(Collector, Generic[Cell]):
-    """A series, by the values of its labels."""
+    """The values of a series, by its label values."""
 
     def __init__(self, series: Series, registry: CollectorRegistry) -> None:
         self._series = series
@@ -79,7 +79,7 @@ class _Tally(Collector, Generic[Cell]):
 
     @abstractmethod
     def _make(self) -> Cell:
-        """Returns a new series' value."""
+        """Returns the cell of a new combination of label values."""
 
 
 class CounterTally(_Tally[Count]):

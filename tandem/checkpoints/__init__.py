@@ -1,4 +1,4 @@
-"""Models as files: found by name, fetched, checked, measured, opened from GGUF. Anyone may enter; no torch."""
+"""Models as files: find by name, fetch, check, measure, open from GGUF. Anyone may enter; without torch."""
 
 from tandem.checkpoints.gguf import TENSORS_FILE, WEIGHTS_FILE, as_folder
 from tandem.checkpoints.hub import (

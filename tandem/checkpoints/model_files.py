@@ -1,4 +1,4 @@
-"""The JSON files of a Hugging Face folder, read by what each field must be: an error names the file and the field."""
+"""Typed reading of a Hugging Face folder's JSON files: an error names the file and the field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from tandem.sampling import OF_MODEL, TYPES
 
 MAX_BYTES = 64 * 2**20
-# What config.json may say as model_type.
+# The supported values of model_type in config.json.
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3", "glm", "glm4", "gemma2", "gemma3_text",
     "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",
@@ -21,9 +21,9 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class ModelFile(BaseModel):
-    """Fields that nobody here reads may be anything."""
+    """A JSON file. Fields that are not declared may have any value."""
 
-    # Of the many kinds a process reads one or two: each is built when it is.
+    # Built at first use, as a process reads only one or two of the many kinds.
     model_config = ConfigDict(
         strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=(), defer_build=True
     )
@@ -34,38 +34,40 @@ class EndsFile(ModelFile):
 
 
 class ContextFile(EndsFile):
-    """The part of config.json that those need who have no weights."""
+    """The part of config.json that processes without weights need."""
 
     max_position_embeddings: int = Field(ge=1, lt=2**31)
 
 
 class CallsFile(ModelFile):
-    """The part of tokenizer_config.json that says how a model writes calls of tools, where its template does not."""
+    """The part of tokenizer_config.json that names a model's format of tool calls, if its template does not show it."""
 
     tool_parser: str | None = None
 
 
 _defaults: dict[str, Any] = {name: (TYPES[name] | None, None) for name in OF_MODEL}
 _defaults["max_new_tokens"] = (Annotated[int, Field(ge=1, lt=2**31)] | None, None)
-# With the sampling parameters that a request which says nothing gets.
+# The file includes the sampling parameters of requests that set none.
 GenerationFile = create_model("GenerationFile", __base__=EndsFile, **_defaults)
 F = TypeVar("F", bound=ModelFile)
 
 
 def read_file(kind: type[F], file: Path) -> F:
-    """
+    """Reads a file of this kind.
+
     Raises:
-        OSError: it is not there.
-        ValueError: it is not what it should be; names the file, and the field.
+        OSError: the file does not exist.
+        ValueError: the file is malformed; the error names the file and the field.
     """
     return parsed(kind, read_bytes(file), file)
 
 
 def read_bytes(file: Path) -> bytes:
-    """
+    """Reads a file of bounded size.
+
     Raises:
-        OSError: it is not there.
-        ValueError: it is too long to be read whole.
+        OSError: the file does not exist.
+        ValueError: the file is too long.
     """
     size = file.stat().st_size
     if size > MAX_BYTES:
@@ -74,9 +76,10 @@ def read_bytes(file: Path) -> bytes:
 
 
 def parsed(kind: type[F], data: bytes, file: Path) -> F:
-    """
+    """Parses the content of a file.
+
     Raises:
-        ValueError
+        ValueError: the content is malformed.
     """
     try:
         return kind.model_validate_json(data)

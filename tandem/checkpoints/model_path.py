@@ -1,4 +1,4 @@
-"""A model as services' settings name it: a folder, a GGUF file, or a name, by which this machine fetches it."""
+"""The setting that names a service's model: a folder, a GGUF file, or a name by which this machine fetches it."""
 
 from __future__ import annotations
 

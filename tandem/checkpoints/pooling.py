@@ -1,4 +1,4 @@
-"""How a folder's model makes one vector of a text, as sentence-transformers writes it down."""
+"""The rule by which a model makes one vector of a text, from sentence-transformers' files in its folder."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ KNOWN = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True, slots=True)
 class PoolingRule:
-    """`kind`: of the hidden states behind the last norm the `last` one, the first (`cls`), or their `mean`."""
+    """A pooling rule. `kind`: the `last` hidden state after the final norm, the first (`cls`), or their `mean`."""
 
     kind: str = "last"
     normalizes: bool = True
 
 
 def read_pooling(folder: Path) -> PoolingRule:
-    """The last state, of length 1, where the folder says nothing.
+    """Reads a folder's pooling rule. Default: the last state, normalized to length 1.
 
     Raises:
-        ValueError: it says what is not known here.
+        ValueError: the folder's rule is not supported.
     """
     file = folder / MODULES
     if not file.is_file():

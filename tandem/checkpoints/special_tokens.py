@@ -1,8 +1,8 @@
-"""The special tokens that a model's folder names, as transformers finds them, and those that end an answer.
+"""The special tokens that a model's folder names, by transformers' rules, and the tokens that end an answer.
 
-tokenizer_config.json     `*_token`, and those that `extra_special_tokens` gives a name
-special_tokens_map.json   goes before it, where tokenizer_config.json lists no added tokens
-generation_config.json    ids that end an answer, else those of config.json; beside them the tokenizer's eos_token
+tokenizer_config.json     `*_token`, and the named ones of `extra_special_tokens`
+special_tokens_map.json   takes precedence if tokenizer_config.json lists no added tokens
+generation_config.json    ids that end an answer, else config.json's; the tokenizer's eos_token in any case
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _AddedToken(ModelFile):
 
 
 class TokenizerConfigFile(CallsFile):
-    """tokenizer_config.json, whose other fields may be special tokens."""
+    """The file tokenizer_config.json; its undeclared fields may be special tokens."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -52,7 +52,7 @@ class _TokensFile(ModelFile):
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Returns texts by role: bos_token, eos_token, and others that a chat template may name.
+    """Returns the special tokens' texts by role: bos_token, eos_token, and others that a chat template may name.
 
     Raises:
         OSError, ValueError: a file cannot be read.
@@ -70,7 +70,7 @@ def end_tokens(folder: Path, token_to_id: Callable[[str], int | None] | None = N
     """Returns the ids that end an answer of the model.
 
     Args:
-        token_to_id: the model's tokenizer's; without it the id is read from the folder.
+        token_to_id: a method of the model's tokenizer; None: ids are read from the folder.
 
     Raises:
         OSError, ValueError: a file cannot be read.
@@ -84,10 +84,10 @@ def end_tokens(folder: Path, token_to_id: Callable[[str], int | None] | None = N
 
 
 def read_tokenizer_config(folder: Path) -> TokenizerConfigFile:
-    """Returns the folder's tokenizer_config.json, empty where there is none.
+    """Returns the folder's tokenizer_config.json; an empty one if it is missing.
 
     Raises:
-        OSError, ValueError: it cannot be read.
+        OSError, ValueError: the file cannot be read.
     """
     file = folder / TOKENIZER_CONFIG
     return read_file(TokenizerConfigFile, file) if file.is_file() else TokenizerConfigFile()
@@ -103,7 +103,7 @@ def _configured(folder: Path) -> tuple[int, ...]:
 
 
 def _texts(said: Mapping[str, Any]) -> dict[str, str]:
-    """Returns those of the tokens that are text, or an object with `content`."""
+    """Returns the texts of tokens that are strings, or objects with `content`."""
     found = {}
     for name, value in said.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -121,7 +121,7 @@ def _id_of(folder: Path, text: str) -> int | None:
 
 
 def _id_in(file: Path, text: str) -> int | None:
-    """Returns a token's id in a tokenizer.json: of its added tokens, else of its model's words."""
+    """Returns a token's id in a tokenizer.json: among the added tokens, else in the vocabulary."""
     try:
         said = json.loads(read_bytes(file))
         found = next((one["id"] for one in said.get("added_tokens") or () if one["content"] == text), None)

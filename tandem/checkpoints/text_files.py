@@ -1,10 +1,10 @@
-"""The files by which a model's text becomes tokens and tokens text: all that a gateway needs of it, and no weights.
+"""The files that convert between a model's text and tokens: all that a gateway needs of a model, without weights.
 
     worker   text_fingerprint(folder), in its registration
-    gateway  TextFiles.find(fingerprint) ──> the folder that it has already
-             TextFiles.keep(files, fingerprint) ──> verified, and found from then on
+    gateway  TextFiles.find(fingerprint) ──> the folder, if it has it already
+             TextFiles.keep(files, fingerprint) ──> verified, and then found by `find`
 
-What is kept lies in <cache>/tandem/models/<fingerprint>, the cache being XDG_CACHE_HOME or ~/.cache.
+The files are kept in <cache>/tandem/models/<fingerprint>; <cache>: XDG_CACHE_HOME or ~/.cache.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TEXT_FILES = (
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 # Without these a gateway cannot serve a model.
 NEEDED = ("tokenizer.json", CONFIG)
-MAX_TEXT_BYTES = 128 * 2**20  # of all of them
+MAX_TEXT_BYTES = 128 * 2**20  # the most bytes of all files together
 
 
 def text_file(folder: Path, name: str) -> bytes | None:
-    """One of TEXT_FILES; None where it is not there. Of config.json what concerns text: other weights may say more.
+    """Returns one of TEXT_FILES; None if it is missing. config.json is reduced to the fields that concern text.
 
     Raises:
-        OSError, ValueError: it cannot be read.
+        OSError, ValueError: the file cannot be read.
     """
     if not (file := folder / name).is_file():
         return None
@@ -44,10 +44,10 @@ def text_file(folder: Path, name: str) -> bytes | None:
 
 
 def text_fingerprint(folder: Path) -> str:
-    """The name of those files together; empty where a needed one is not there.
+    """Returns the fingerprint of a folder's text files; empty if a required file is missing.
 
     Raises:
-        OSError, ValueError: one cannot be read.
+        OSError, ValueError: a file cannot be read.
     """
     if not all((folder / name).is_file() for name in NEEDED):
         return ""
@@ -55,12 +55,12 @@ def text_fingerprint(folder: Path) -> str:
 
 
 def is_fingerprint(text: str) -> bool:
-    """True if a text can be the name of files; what others register may be anything."""
+    """True if a text has the form of a fingerprint; registered texts may be anything."""
     return _FINGERPRINT.fullmatch(text) is not None
 
 
 class TextFiles:
-    """Those of other machines' models, kept on this one's disk. Damage is noticed: a folder is verified when found."""
+    """Text files of models on other machines, kept on this machine's disk. A folder is verified when it is found."""
 
     def __init__(self, cache: Path | None = None) -> None:
         self._cache = cache or _user_cache()
@@ -76,24 +76,25 @@ class TextFiles:
         return None
 
     def keep(self, files: Mapping[str, bytes], fingerprint: str) -> Path:
-        """
+        """Keeps files and returns their folder.
+
         Raises:
-            ValueError: they are not the files of that fingerprint.
-            OSError: there is no room for them.
+            ValueError: the files do not have that fingerprint.
+            OSError: the disk has no room for the files.
         """
         if not files.keys() <= set(TEXT_FILES) or _fingerprint(files) != fingerprint:
             raise ValueError(f"the files are not those of fingerprint {fingerprint}")
         try:
             self._cache.mkdir(parents=True, exist_ok=True)
             made = Path(tempfile.mkdtemp(prefix=".", dir=self._cache))
-        except OSError:  # an image that nobody may write to: for this process alone
+        except OSError:  # a read-only image: kept for this process alone
             self._cache = Path(tempfile.mkdtemp(prefix="tandem-models-"))
             made = Path(tempfile.mkdtemp(prefix=".", dir=self._cache))
         try:
             for name, data in files.items():
                 (made / name).parent.mkdir(exist_ok=True)
                 (made / name).write_bytes(data)
-            with suppress(OSError):  # another process has just kept the same
+            with suppress(OSError):  # another process has just kept the same files
                 made.rename(self._cache / fingerprint)
         finally:
             shutil.rmtree(made, ignore_errors=True)

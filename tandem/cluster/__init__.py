@@ -1,6 +1,6 @@
-"""A cluster as a file or options describe it, and the services that it comes to. Launchers and commands may enter.
+"""The description of a cluster by a file or options, and the services that it makes. Launchers and commands may enter.
 
-A service is there without the schema and its YAML, for those that only run services.
+`Service` can be imported without the schema and YAML, by code that only runs services.
 """
 
 from typing import TYPE_CHECKING

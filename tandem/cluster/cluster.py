@@ -41,17 +41,17 @@ from tandem.security import ClusterSettings
 from tandem.settings import Settings
 
 Name = Annotated[str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
-DEFAULT_NAMESPACE = "tandem"  # of every service
+DEFAULT_NAMESPACE = "tandem"  # every service's default
 RESERVED = ("gateway", "kvstore")
 UNITS: dict[str, Fraction | int] = {"": 1, "m": Fraction(1, 1000), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 TIMES = {"": 1, "s": 1, "m": 60, "h": 3600}
-# A model that stops when it is idle has this long, if nothing else is said.
+# The idle time after which such a model stops, unless the file sets another.
 IDLE_S = 300.0
 
 
 def seconds_of(said: Any) -> Any:
-    """90, 90s, 10m or 1h as seconds; anything else is left for its reader to refuse."""
+    """Returns 90, 90s, 10m or 1h as seconds; anything else unchanged, for the schema to refuse."""
     text = str(said)
     number = text.rstrip("smh")
     unit = TIMES.get(text.removeprefix(number))
@@ -69,7 +69,7 @@ class _Part(BaseModel):
 
 
 class Resources(_Part):
-    """As of a container: quantities by name, such as cpu, memory, nvidia.com/gpu; a request goes before a limit."""
+    """A container's resources: quantities by name, as cpu, memory, nvidia.com/gpu. A request overrides a limit."""
 
     requests: dict[str, str | int | float] = {}
     limits: dict[str, str | int | float] = {}
@@ -84,17 +84,17 @@ class Resources(_Part):
 
 
 class ModelWeights(_Part):
-    """A folder or a GGUF file: on every machine at `path`; or one that Ray brings there, at `path` within its
-    working_dir; or what every machine fetches from a hub, by its name in `url`."""
+    """The place of a model's folder or GGUF file: `path`, on every machine or within Ray's working_dir; or `url`, the
+    name by which every machine fetches it from a hub."""
 
     kind: Literal["baked", "runtime_env", "download"] = "baked"
     path: Path = Path()
     url: str = ""
-    files: dict[str, str] = {}  # download: name to SHA-256 of each, which the chart checks (`tandem render helm`)
+    files: dict[str, str] = {}  # name: SHA-256 of downloaded files, which the chart checks (`tandem render helm`)
 
     @property
     def settled(self) -> Path | str:
-        """As a service is given it: Ray starts each in the working_dir."""
+        """Returns the model's path or name for services' settings. Ray starts each service in the working_dir."""
         if self.kind == "download":
             return self.url if self.url in WHEELS else HUB + self.url.removeprefix(HUB)
         return self.path.resolve() if self.kind == "baked" else self.path
@@ -110,13 +110,13 @@ class ModelWeights(_Part):
 
 
 class Idle(_Part):
-    """A model that has workers only while it is asked for: they stop after so long without a request."""
+    """The on-demand mode of a model: its workers start at a request, and stop after some time without one."""
 
     stop: Seconds = IDLE_S
 
 
 class AwakeLimits(_Part):
-    """The most that models with `idle` may take at once, weights and KV of their workers; None: what is there."""
+    """The most that workers of models with `idle` may take together, for weights and KV; None: what the machine has."""
 
     models: int | None = Field(default=None, ge=1)
     memory: ByteSize | None = Field(default=None, gt=0)
@@ -126,9 +126,9 @@ class Model(_Part):
     id: Name
     name: str = Field(min_length=1)
     weights: ModelWeights
-    # None: pinned, its workers always run; "stop" alone stops them after IDLE_S.
+    # None: its workers always run; "stop": they stop after IDLE_S.
     idle: Annotated[Idle | None, BeforeValidator(lambda said: {} if said == "stop" else said)] = None
-    # Names that it answers to beside others: the weight of each, or "fallback".
+    # Further names that it answers to, which other models may share: its weight under each name, or "fallback".
     aliases: dict[str, float | Literal["fallback"]] = {}
 
 
@@ -145,7 +145,7 @@ class Pool(Replicas):
 
 
 class Redis(_Part):
-    """The server at `url`, or one that is started at `port`. `namespace`: if not given, one of this cluster's own."""
+    """The Redis server at `url`, or one started at `port`. `namespace`: None: one of this cluster's own."""
 
     url: str = ""
     namespace: str = ""
@@ -153,8 +153,7 @@ class Redis(_Part):
 
 
 class Ray(_Part):
-    """Settings of `tandem up --ray` alone. `runtime_env`: what Ray brings to each node; its words, docs.ray.io says
-    which."""
+    """Settings only of `tandem up --ray`. `runtime_env`: what Ray brings to each node (format: docs.ray.io)."""
 
     runtime_env: dict[str, Any] = {}
 
@@ -172,7 +171,7 @@ class Cluster(_Part):
     @model_validator(mode="before")
     @classmethod
     def _with_defaults(cls, values: Any) -> Any:
-        """A pool has what `workers` says where it says nothing itself; maps are merged, as in the chart."""
+        """Fills in pools' missing fields from `workers`; maps are merged, as in the chart."""
         if isinstance(values, dict) and isinstance(values.get("pools"), list):
             defaults = values.get("workers") or {}
             pools = [_merged(defaults, pool) if isinstance(pool, dict) else pool for pool in values["pools"]]
@@ -204,7 +203,7 @@ class Cluster(_Part):
 
     @property
     def aliases(self) -> dict[str, dict[str, float | Literal["fallback"]]]:
-        """Targets of each, gathered from the models."""
+        """Returns the targets of each alias, collected from the models."""
         found: dict[str, dict[str, float | Literal["fallback"]]] = {}
         for model in self.models:
             for alias, weight in model.aliases.items():
@@ -221,12 +220,12 @@ class Cluster(_Part):
 
     @property
     def guarded(self) -> bool:
-        """True where strangers are kept out somewhere."""
+        """True if any service requires a secret, a certificate or keys."""
         return bool(self.security.get("cluster_secret") or self.gateway.settings.get("api_keys"))
 
     @property
     def namespace(self) -> str:
-        """On a Redis that others use, too: of this machine and the port that is this cluster's alone."""
+        """Returns the namespace in a shared Redis: by this machine's name and a port that only this cluster has."""
         if self.redis.namespace or not self.redis.url:
             return self.redis.namespace or DEFAULT_NAMESPACE
         host = str(self.gateway.settings.get("host", "127.0.0.1"))
@@ -236,13 +235,13 @@ class Cluster(_Part):
         return self.model_copy(update={"redis": self.redis.model_copy(update={"namespace": namespace})})
 
     def storing(self, store_url: str) -> Cluster:
-        """The same, its gateways keeping responses there."""
+        """Returns this cluster with gateways that keep responses at `store_url`."""
         gateway = self.gateway.model_copy(update={"settings": {**self.gateway.settings, "store_url": store_url}})
         return self.model_copy(update={"gateway": gateway})
 
     def worker_services(self, redis_url: str, folder: Path) -> list[Service]:
-        """A worker without a cpu resource has its part of the cores that may be used here, and borrows. They share
-        `folder`, of each machine."""
+        """Returns the workers. A worker without a cpu resource has an equal part of the usable cores, and borrows
+        others. All of a machine's workers share `folder`."""
         num_workers = sum(pool.replicas for pool in self.pools)
         part = max(1, usable_cpus() // max(1, num_workers))
 
@@ -258,8 +257,8 @@ class Cluster(_Part):
         return [worker(pool, f"{pool.name}-{number}") for pool in self.pools for number in range(pool.replicas)]
 
     def gateway_services(self, redis_url: str) -> list[Service]:
-        """Gateways, each of all models, with ports that count up from those of the settings; where those have an
-        own_http_port that alone does, and the others are shared."""
+        """Returns the gateways, each of all models. Their ports count up from the settings'; with an own_http_port only
+        that one counts up, and the gateways share the others."""
         aliases: dict[str, object] = {"aliases": self.aliases} if self.aliases else {}
         return [
             Service(
@@ -272,18 +271,18 @@ class Cluster(_Part):
         ]
 
     def kvstore_service(self, **own_redis: object) -> Service:
-        """`own_redis`: settings of the servers that it starts."""
+        """Returns the kvstore. `own_redis`: settings of the servers that it starts."""
         redis: dict[str, object] = {"redis_url": self.redis.url} if self.redis.url else {"redis_port": self.redis.port}
         settings = {**redis, **own_redis, **self._own_namespace(), "grpc_port": 0, "metrics_port": 0, **self.security}
         return Service("kvstore", "services.kvstore", settings)
 
     @property
     def on_demand(self) -> list[Model]:
-        """Models that have workers only while they are asked for."""
+        """Returns the models that have workers only on demand."""
         return [model for model in self.models if model.idle]
 
     def expected(self, model: str) -> dict[str, int]:
-        """The worker counts of a model, by its name, that gateways report when all is ready."""
+        """Returns the worker counts that gateways report for a model once all its workers are ready."""
         ids = [known.id for known in self.models if known.name == model]
         of_role = {
             role: sum(pool.replicas for pool in self.pools if pool.role == role and pool.model in ids)
@@ -293,10 +292,10 @@ class Cluster(_Part):
         return {"decode_workers": of_role["decode"], "linked_pairs": pairs}
 
     def addresses(self) -> dict[str, tuple[str, int]]:
-        """Addresses that gateways and Redis will listen on here, by the setting that says so.
+        """Returns the addresses that gateways and Redis will listen on here, by the setting that names each.
 
         Raises:
-            ValueError: two that do not share a port have the same.
+            ValueError: two services that do not share ports have the same address.
         """
         found = {"--redis-port": ("127.0.0.1", self.redis.port)} if not self.redis.url else {}
         for gateway in self.gateway_services(""):
@@ -335,9 +334,10 @@ class Cluster(_Part):
 
 
 def read_cluster(path: Path) -> Cluster:
-    """
+    """Reads a cluster file.
+
     Raises:
-        ValueError: the file is not one, or a field of it is wrong; one line for each, by its name.
+        ValueError: the file is malformed, or fields are wrong; one line for each, with its name.
     """
     try:
         return Cluster.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
@@ -350,9 +350,10 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def check_settings(given: Sequence[tuple[str, Mapping[str, Any]]], settings: type[Settings]) -> None:
-    """
+    """Checks given settings, by the name of their place, against a class of settings.
+
     Raises:
-        ValueError: one line for each that `settings` does not have or allow, after the name of where it is.
+        ValueError: one line for each setting that the class does not have or allow, after the name of its place.
     """
     problems = []
     needed = {"model_path": "."} if "model_path" in settings.model_fields else {}
@@ -366,7 +367,7 @@ def check_settings(given: Sequence[tuple[str, Mapping[str, Any]]], settings: typ
 
 
 def _add_address(found: dict[str, tuple[str, int]], option: str, key: str, place: tuple[str, int]) -> None:
-    """Gateways may listen on the same port, by the same option."""
+    """Adds an address. The same option may name it twice, as gateways may share a port."""
     other = next((name for name, taken in found.items() if taken[1] == place[1]), "")
     if other and other.partition(" of ")[0] != option:
         raise ValueError(f"{key}: {place[1]} is {other}, too")

@@ -1,4 +1,4 @@
-"""A service of a cluster, as any launcher runs it."""
+"""A service of a cluster, for any launcher."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """`python -m module` with `settings`, and `environment` for what they leave open."""
+    """The command `python -m module` with `settings`, and with `environment` for what they leave open."""
 
     name: str
     module: str
     settings: Mapping[str, object]
     threads: int = 1
-    resources: Mapping[str, float] = field(default_factory=dict)  # what a machine must have for it
-    environment: Mapping[str, str] = field(default_factory=dict)  # the only variables of settings that it sees
+    resources: Mapping[str, float] = field(default_factory=dict)  # the resources that its machine must have
+    # The only environment variables of settings that it gets.
+    environment: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Bounds on what a crash costs: helper processes, deep stacks, a page that outlives a process. Anyone may enter."""
+"""Limits to a crash's damage: helper processes, deep stacks, a page that outlives its process. Anyone may enter."""
 
 from typing import TYPE_CHECKING
 

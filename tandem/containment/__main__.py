@@ -1,4 +1,4 @@
-"""`python -m tandem.containment`: the helper process, which a sandbox starts."""
+"""The helper process that a sandbox starts: `python -m tandem.containment`."""
 
 from tandem.containment.sandboxed import main
 

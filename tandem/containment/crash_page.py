@@ -1,12 +1,12 @@
-"""An engine's work in progress, in memory that outlives it: a file, which the launcher or next start reads.
+"""An engine's work in progress, in memory that outlives its process: a mapped file, read by the launcher or next start.
 
-    header   the worker's incarnation; a count of steps; whether a step is under way, and who is alone in it; how many
-             processes the kernel had killed for want of memory when the worker last looked
-    slots    who computes: from the first step that a sequence is in until it leaves; whose grammar is being compiled
+    header   the worker's incarnation; a count of steps; whether a step runs, and the slot that is alone in it; how many
+             processes the kernel had OOM-killed when the worker last looked
+    slots    each computed sequence, from its first step until it leaves; each sequence whose grammar is being compiled
 
-Only what changes is written, so that a step costs the same however many sequences are in it. A slot says how many
-tokens of its answer there were at the beginning of which step; as each step brings one, that tells where it is now.
-Where a step brings another number, it is written again.
+Only changes are written, so that a step costs the same however many sequences are in it. A slot has the number of
+tokens of the sequence's answer at the beginning of a step, and that step's number: as each step adds one token, the
+present length follows. If a step adds another number of tokens, the slot is written again.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ MAGIC = b"tandem-crash-1\0\0"
 HEADER_BYTES = 128
 INCARNATION = struct.Struct("64s")
 INCARNATION_AT = 16
-STEP = struct.Struct("<qii")  # how many there have been, its phase, the slot that is alone in it
+STEP = struct.Struct("<qii")  # the number of steps so far, the step's phase, the slot that is alone in it
 STEP_AT = 80
 OOM_KILLS = struct.Struct("<q")
 OOM_KILLS_AT = 96
-# Its kind, tokens of its answer at the beginning of a step, the number of that step, whose it is.
+# A slot's kind, tokens of the answer at the beginning of a step, the number of that step, the choice's id.
 SLOT = struct.Struct("<iiq112s")
 NUM_SLOTS = 1024
 SIZE = HEADER_BYTES + NUM_SLOTS * SLOT.size
 IDLE, STEPPING, MASKING = range(3)
 FREE, COMPUTING, SUSPECT, COMPILING = range(4)
 NOBODY = -1
-# A step raised an exception: sequences whose grammars are compiled beside it have no part in that.
+# The cause if a step raised an exception: sequences whose grammars are being compiled are then no suspects.
 RAISED = "RAISED"
-# Ends that say something of what was being computed. OOM: the kernel, for want of memory.
+# Causes for which the computed sequences are suspects. OOM: killed by the kernel for lack of memory.
 CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "OOM", RAISED})
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How a worker's process ended, and who was being computed: choice id to tokens of its answer at that time.
+    """The end of a worker's process.
 
-    `cause`: a signal's name, OOM, RAISED, or empty where nobody knows.
+    `named`: the choices that were being computed, with their answers' lengths in tokens.
+
+    `cause`: a signal's name, OOM, RAISED, or empty if unknown.
     """
 
     incarnation: str
@@ -55,9 +57,9 @@ class Death:
 
 
 class CrashPage:
-    """One engine's. The engine's thread writes it, and threads that compile write slots of their own.
+    """The page of one engine. The engine's thread writes it, and threads that compile write their own slots.
 
-    A slot is a number, NOBODY where none is free: who has none is not named.
+    A slot is a number; NOBODY if none is free: then the sequence is not named.
     """
 
     def __init__(self, page: mmap.mmap | bytearray | None = None) -> None:
@@ -67,36 +69,36 @@ class CrashPage:
 
     @classmethod
     def at(cls, path: Path) -> CrashPage:
-        """A new page at `path`, where the last start's is no longer needed.
+        """Makes a new page at `path`, in place of the last start's.
 
         Raises:
-            OSError
+            OSError: the file cannot be made.
         """
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(file, 0, SIZE)  # a full disk is found out now, not by SIGBUS in a step
+            os.posix_fallocate(file, 0, SIZE)  # a full disk fails here, not by SIGBUS in a step
             return cls(mmap.mmap(file, SIZE))
         finally:
             os.close(file)
 
     def begin(self, incarnation: str) -> None:
-        """It is this worker's from now on."""
+        """Marks the page as this incarnation's."""
         self._page[: len(MAGIC)] = MAGIC
         INCARNATION.pack_into(self._page, INCARNATION_AT, incarnation.encode())
 
     def note_oom_kills(self, count: int) -> None:
-        """So many there have been by now. If there are more at the next start, this one's end was among them."""
+        """Notes the number of OOM kills so far. If it is higher at the next start, this process was OOM-killed."""
         OOM_KILLS.pack_into(self._page, OOM_KILLS_AT, count)
 
     def read(self) -> bytes:
-        """As it would be found."""
+        """Returns the page's content, as the next start would find it."""
         return bytes(self._page)
 
     # --- who ---
 
     def enter(self, choice_id: str, num_tokens: int, kind: int = COMPUTING) -> int:
-        """From now on it is in every step (a suspect: in those where it is alone); its answer has so many tokens."""
+        """Enters a choice that is in every step from now on (a suspect: in steps of its own). Returns its slot."""
         try:
             slot = self._free.pop()
         except IndexError:
@@ -106,12 +108,12 @@ class CrashPage:
         return slot
 
     def moved(self, slot: int, num_tokens: int) -> None:
-        """The step under way has brought it to so many tokens, other than by one."""
+        """Notes that the running step brings a choice to `num_tokens`, by more or fewer than one token."""
         if slot != NOBODY:
             struct.pack_into("<iq", self._page, self._place(slot) + 4, num_tokens, self._num_steps + 1)
 
     def acquit(self, slot: int, num_tokens: int) -> None:
-        """It is a suspect no longer."""
+        """Turns a suspect into an ordinary choice."""
         if slot != NOBODY:
             struct.pack_into("<iiq", self._page, self._place(slot), COMPUTING, num_tokens, self._num_steps + 1)
 
@@ -122,7 +124,7 @@ class CrashPage:
 
     @contextmanager
     def compiling(self, choice_id: str) -> Iterator[None]:
-        """Around the compilation of its grammar, on any thread."""
+        """Enters a choice while its grammar is compiled in the block, on any thread."""
         slot = self.enter(choice_id, 0, COMPILING)
         try:
             yield
@@ -132,20 +134,20 @@ class CrashPage:
     # --- what ---
 
     def stepping(self) -> None:
-        """A step begins, for all but suspects."""
+        """Notes the beginning of a step of all choices but suspects."""
         self._num_steps += 1
         self._alone = NOBODY
         STEP.pack_into(self._page, STEP_AT, self._num_steps, STEPPING, NOBODY)
 
     def stepping_alone(self, slot: int, num_tokens: int) -> None:
-        """A step of one begins: for others it counts as none."""
+        """Notes the beginning of a step of one choice alone, which does not count for others."""
         if slot != NOBODY:
             struct.pack_into("<iq", self._page, self._place(slot) + 4, num_tokens, self._num_steps)
         self._alone = slot
         STEP.pack_into(self._page, STEP_AT, self._num_steps, STEPPING, slot)
 
     def masking(self, slot: int) -> None:
-        """Within a step: the tokens that one sequence's grammar allows are looked for."""
+        """Notes, within a step, that the mask of one choice's grammar is being computed."""
         struct.pack_into("<ii", self._page, STEP_AT + 8, MASKING, slot)
 
     def masked(self) -> None:
@@ -159,12 +161,12 @@ class CrashPage:
 
 
 def page_path(folder: Path, namespace: str, worker_id: str) -> Path:
-    """The file that each start of one worker uses."""
+    """Returns the path of a worker's page, the same at each start."""
     return folder / quote(f"{namespace} {worker_id}.page", safe=" ")
 
 
 def death_of(page: bytes, cause: str) -> Death | None:
-    """The death of the worker whose page was found; None where it is none. A cause that tells nothing names nobody."""
+    """Returns the death that a page records; None if it is no page. Only a cause in CRASHES names choices."""
     if len(page) != SIZE or not page.startswith(MAGIC):
         return None
     incarnation = _text(*INCARNATION.unpack_from(page, INCARNATION_AT))
@@ -172,12 +174,12 @@ def death_of(page: bytes, cause: str) -> Death | None:
 
 
 def oom_kills_in(page: bytes) -> int | None:
-    """The last count that was noted; None where it is no page."""
+    """Returns the last noted count of OOM kills; None if it is no page."""
     return int(OOM_KILLS.unpack_from(page, OOM_KILLS_AT)[0]) if len(page) == SIZE and page.startswith(MAGIC) else None
 
 
 def cause_of(status: int) -> str:
-    """The cause of a process's end with `status`, as subprocess has it."""
+    """Returns the name of the signal that ended a process with subprocess's `status`; empty if none did."""
     return signal.Signals(-status).name if -status in set(signal.Signals) else ""
 
 

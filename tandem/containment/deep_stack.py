@@ -1,4 +1,4 @@
-"""Runs what recurses in C, by whatever stack the caller has."""
+"""Runs code that recurses deeply in C, whatever the size of the caller's stack."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _STARTING = threading.Lock()
 
 
 def on_deep_stack(function: Callable[[], T], stack_bytes: int) -> T:
-    """Run the function on a thread of its own with a stack of this size; returns or raises what it does."""
+    """Runs a function on its own thread with a stack of this size; returns or raises what the function does."""
     future: Future[T] = Future()
     thread = threading.Thread(target=_run, args=(function, future), daemon=True)
-    with _STARTING:  # the size is of all threads that the process starts meanwhile
+    with _STARTING:  # the size applies to all threads that the process starts meanwhile
         before = threading.stack_size(stack_bytes)
         try:
             thread.start()
@@ -24,7 +24,7 @@ def on_deep_stack(function: Callable[[], T], stack_bytes: int) -> T:
     try:
         return future.result()
     finally:
-        del future  # it has the exception, whose traceback has this frame
+        del future  # it has the exception, whose traceback has this frame: a cycle
 
 
 def _run(function: Callable[[], T], future: Future[T]) -> None:

@@ -1,6 +1,7 @@
-"""Tells a process that the kernel killed for want of memory from one that somebody killed.
+"""Distinguishes a process that the kernel killed for lack of memory from one that was killed otherwise.
 
-The kernel counts such kills of the whole machine, which containers see, too; a container's own count ends with it.
+The kernel counts the OOM kills of the whole machine; containers see this count, too. A container's own count ends with
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _COUNTS = Path("/proc/vmstat")
 
 
 def oom_kills_here() -> int:
-    """How many processes of this machine the kernel has killed for want of memory; 0 where it does not say."""
+    """Returns the number of OOM kills on this machine so far; 0 if the kernel does not report it."""
     try:
         lines = _COUNTS.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -23,18 +24,18 @@ def oom_kills_here() -> int:
 
 
 class OomKills:
-    """For someone who waits for processes to end; `look` every second or so."""
+    """Finds the cause of processes' ends, for their parent. Call `look` about once a second."""
 
     def __init__(self, count: Callable[[], int] = oom_kills_here) -> None:
         self._count = count
         self._seen = self._before = count()
 
     def look(self) -> None:
-        """Look: what is counted by now says nothing of a process that ends later."""
+        """Reads the count. OOM kills counted by now do not explain a process that ends later."""
         self._before, self._seen = self._seen, self._count()
 
     def how_it_died(self, status: int) -> str:
-        """A signal's name or OOM, of a process that has ended just now with `status`."""
+        """Returns a signal's name or OOM for a process that has just ended with `status`."""
         cause = cause_of(status)
         return "OOM" if cause == "SIGKILL" and self._took_one() else cause
 

@@ -1,22 +1,22 @@
-"""Runs what hostile input could crash or exhaust in a helper process: pure functions, bounded, awaited.
+"""Runs functions that hostile input could crash or exhaust in a helper process: pure, bounded and awaited.
 
     sandbox = Sandbox(preload=("tandem.grammar",))
     task = asyncio.create_task(sandbox.run())       its owner ends it, and the helper with it
     made = await sandbox.call(parse, text, caller=tenant)
 
-A call sends a module's function and its arguments, pickled; what the function returns or raises comes back the same
-way and is unpickled on the loop: return bytes where it is large. One helper serves several calls at once, each in a
-fork of its own (tandem/containment/sandboxed.py), so a call that dies ends nobody else, and the next one finds a
-process that has imported everything. Callers take turns; nobody's many calls come before another's first.
+A call sends a module's function and its arguments, pickled. The result or exception comes back pickled, too, and is
+unpickled on the loop: return bytes if it is large. One helper serves several calls concurrently, each in a fork of its
+own (tandem/containment/sandboxed.py), so a call that dies ends no other, and the next call finds a process that has
+imported everything. Callers take turns, so that one caller's many calls do not delay another's first.
 
-    outcome of a call                         is raised as
+    outcome of a call                         raised as
     it raised                                 that exception
     a signal ended it: SEGV, ABRT, BUS, …     CallDied
     it used up its CPU time or memory         CallExhausted
-    no lane was free, or helpers went twice   SandboxBusy       says nothing of the call: it may be tried again
+    no lane was free, or two helpers lost     SandboxBusy       not the call's fault: it may be tried again
 
-A helper that is lost takes no call with it: another is started, and runs what the lost one had not answered. Only a
-call that was under way in two lost ones is refused.
+If a helper is lost, another is started, and runs the calls that the lost helper had not answered. Only a call that was
+under way in two lost helpers is refused.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from tandem.process import dying_with_parent
 T = TypeVar("T")
 Lane: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 LANES = 2
-MAX_WAITING = 256  # of one caller
+MAX_WAITING = 256  # most waiting calls of one caller
 MAX_CALLERS = 256
 WAIT_S = 10.0
-# Others of its owner's start need the cores first; a call does not wait for that.
+# The helper's start is delayed for so long, as its owner's start needs the cores; the first call ends the delay.
 START_S = 2.0
 RESTART_S = 0.5
 PIECE = 2**18
 BUFFER_BYTES = 2**20
-# Beside a call's own bound, which its fork keeps: for the helper that does not.
+# Time beyond a call's own bound, which its fork enforces; after it the helper counts as lost.
 GRACE_S = 10.0
-# All that the helper needs of its owner's environment, where there may be secrets.
+# The only variables that the helper gets of its owner's environment, which may contain secrets.
 ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
 
 log = structlog.get_logger(__name__)
 
 
 class CallFailed(Exception):
-    """A call that has no outcome of its own."""
+    """A call without a result or exception of its own."""
 
 
 class CallDied(CallFailed):
-    """`how` names the signal that ended it, or its exit status."""
+    """The call's fork died. `how`: the signal that ended it, or its exit status."""
 
     def __init__(self, how: str) -> None:
         super().__init__(f"the helper process died of it: {how}")
@@ -72,7 +72,7 @@ class CallDied(CallFailed):
 
 
 class CallExhausted(CallFailed):
-    """`what` it had no more of: "CPU time" or "memory"."""
+    """The call used up `what`: "CPU time" or "memory"."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"it needs more {what} than it may use")
@@ -80,7 +80,7 @@ class CallExhausted(CallFailed):
 
 
 class SandboxBusy(CallFailed):
-    """Not run, or not to its end, for a reason that lies with the machine."""
+    """The call did not run, or not to its end, for a reason that is not its own."""
 
 
 @dataclass(slots=True)
@@ -94,13 +94,13 @@ class _Waiting:
 
 
 class Sandbox:
-    """One helper process. Calls that come before `run` wait for it.
+    """A helper process. Calls that are made before `run` wait for it.
 
     Args:
-        preload: modules that the helper imports before its first call, and once.
-        bounds: of calls that bring none.
-        stays: a fork serves many calls, which is quick. Then one caller has one lane at a time, whatever it does to it.
-        wait_s: a call waits for a lane no longer; None: WAIT_S.
+        preload: modules that the helper imports once, before its first call.
+        bounds: the bounds of calls that have none of their own.
+        stays: a fork serves many calls, which is fast. Then a caller, who might harm a lane, has one lane at a time.
+        wait_s: the longest that a call waits for a lane; None: WAIT_S.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class Sandbox:
         self.pid: int | None = None
 
     async def call(self, function: Callable[..., T], *args: Any, caller: str = "", bounds: Bounds | None = None) -> T:
-        """Run `function(*args)` there; returns or raises what it does.
+        """Runs `function(*args)` in the helper; returns or raises what it does.
 
         Raises:
-            CallFailed
+            CallFailed: the call has no outcome of its own.
         """
         if not self._stays and self._is_full(caller):
             raise SandboxBusy("too many calls wait for the helper process")
@@ -133,19 +133,21 @@ class Sandbox:
             return result
         finally:
             waiting.giving_up.cancel()
-            # The exception's traceback has this frame, and the future the exception: a cycle that holds the arguments.
+            # Breaks a cycle that would hold the arguments: the exception's traceback has this frame, the future the
+            # exception.
             del future, waiting
 
     def _is_full(self, caller: str) -> bool:
         return len(self._queues.get(caller, ())) >= MAX_WAITING or len(self._queues) >= MAX_CALLERS
 
     async def run(self) -> None:
-        """Serve for ever; a helper that is lost is replaced. Ends the helper when it is cancelled."""
+        """Serves calls until cancelled, and replaces a helper that is lost. Ends the helper when cancelled."""
         with suppress(TimeoutError):
             async with asyncio.timeout(START_S):
                 await self._arrived.wait()
         while True:
-            # A task of its own: the group cancels its task when a lane is lost, and may forget that others did, too.
+            # A task of its own, as the task group cancels its task when a lane is lost, and may lose a cancellation
+            # from outside.
             await asyncio.create_task(self._serve_helper())
             if (running := asyncio.current_task()) and running.cancelling():
                 raise asyncio.CancelledError
@@ -153,7 +155,7 @@ class Sandbox:
             await asyncio.sleep(RESTART_S)
 
     async def _serve_helper(self) -> None:
-        """Starts a helper; returns once it is lost."""
+        """Starts a helper and serves calls; returns once the helper is lost."""
         try:
             async with self._helper() as (ended, lanes), asyncio.TaskGroup() as group:
                 group.create_task(_notice_death(ended))
@@ -164,7 +166,7 @@ class Sandbox:
 
     @asynccontextmanager
     async def _helper(self) -> AsyncIterator[tuple[asyncio.Future[int], list[Lane]]]:
-        """Its end, with its exit status, and its lanes."""
+        """Starts a helper. Yields the future of its exit status, and its lanes."""
         async with AsyncExitStack() as stack:
             ends = [self._pair(stack) for _ in range(self._lanes)]
             theirs = [their.fileno() for _, their in ends]
@@ -188,9 +190,10 @@ class Sandbox:
         return own, their
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One lane, until the helper is lost."""
+        """Serves calls on one lane, until the helper is lost."""
         while True:
-            await self._serve_one(await self._next(), reader, writer)  # holds nothing of a call while it waits
+            # A separate frame, so that no call's data is held while waiting.
+            await self._serve_one(await self._next(), reader, writer)
 
     async def _serve_one(self, waiting: _Waiting, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._served.add(waiting.caller)
@@ -205,7 +208,7 @@ class Sandbox:
         _settle(waiting.result, reply)
 
     def _lost_with(self, waiting: _Waiting) -> None:
-        """The helper went while it had this call; the next one runs it."""
+        """Keeps a call whose helper was lost, for the next helper; refuses it if that was the second."""
         if waiting.lost_once:
             _settle(waiting.result, SandboxBusy("the helper process was lost"))
         elif not waiting.result.done():
@@ -214,7 +217,9 @@ class Sandbox:
             self._lost.append(waiting)
 
     def _take_back(self) -> None:
-        """Calls of a helper that is gone, before others of their callers: only now does no lane of it take them."""
+        """Queues the lost helper's calls again, before their callers' others, now that none of its lanes can take
+        them.
+        """
         for waiting in self._lost:
             self._queues.setdefault(waiting.caller, deque()).appendleft(waiting)
             self._arrived.set()
@@ -235,16 +240,16 @@ class Sandbox:
                 return waiting
 
     def _next_caller(self) -> str | None:
-        """Returns the one that has waited longest for its turn, and may have a lane."""
+        """Returns the caller that has waited longest for its turn, and may have a lane; None without one."""
         if not self._stays:
             return next(iter(self._queues), None)
         return next((caller for caller in self._queues if caller not in self._served), None)
 
 
 async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, payload: bytes, bounds: Bounds) -> Any:
-    """Send a call; returns what it returned, or the exception that it is to raise."""
+    """Sends a call. Returns its result, or the exception that it is to raise."""
     writer.write(head_of(payload, bounds))
-    for begin in range(0, len(payload), PIECE):  # the loop has other work than to copy a long call at once
+    for begin in range(0, len(payload), PIECE):  # in pieces, so that a long call does not block the loop
         writer.write(payload[begin : begin + PIECE])
         await writer.drain()
     (size,) = REPLY.unpack(await reader.readexactly(REPLY.size))
@@ -259,7 +264,7 @@ async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 
 
 async def _read(reader: asyncio.StreamReader, size: int) -> bytearray:
-    """A long reply is copied as it comes, not at once."""
+    """Reads `size` bytes in pieces, so that a long reply does not block the loop."""
     data = bytearray(size)
     for begin in range(0, size, PIECE):
         end = min(size, begin + PIECE)
@@ -268,7 +273,7 @@ async def _read(reader: asyncio.StreamReader, size: int) -> bytearray:
 
 
 def _unpickled(reply: bytearray) -> tuple[str, Any]:
-    """Unpickle it; raises UnpicklingError where it is no reply, from a fork whose memory was overwritten."""
+    """Unpickles a reply. Raises UnpicklingError if it is malformed, as from a fork whose memory was overwritten."""
     try:
         kind, value = pickle.loads(reply)
     except Exception as error:
@@ -290,7 +295,7 @@ def _death(code: int) -> CallFailed:
 
 
 def _started(passed: Sequence[int], arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Starts it without a fork, whose handlers of gRPC may end the child by SIGSEGV while other threads call gRPC.
+    """Starts the helper without fork(), in which gRPC's fork handlers may crash the child while other threads use gRPC.
 
     Popen starts programs by vfork, which runs no handlers; uvloop forks.
     """
@@ -301,7 +306,7 @@ def _started(passed: Sequence[int], arguments: Sequence[str]) -> subprocess.Pope
 
 
 def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
-    """Its exit status, once it has one; a thread waits for it."""
+    """Returns the future of a process's exit status, for which a thread waits."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -319,10 +324,10 @@ def _end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
 
 
 async def _notice_death(ended: asyncio.Future[int]) -> None:
-    """An idle helper's, too: the next call finds another.
+    """Waits for the helper's end, so that an idle helper that died is replaced before the next call.
 
     Raises:
-        EOFError
+        EOFError: the helper has ended.
     """
     raise EOFError(f"it ended: {_name(await asyncio.shield(ended))}")
 

@@ -1,14 +1,14 @@
-"""The helper process, as a program: it runs each call in a fork of itself, so that nothing a call does outlives it.
+"""The helper process's program: it runs each call in a fork of itself, so that nothing a call does outlives the call.
 
     owner  ══ one socket per lane ══>  helper: imports what calls need, once
                                          ├─ lane 0: a fork that waits for a call, runs it, replies and exits
-                                         └─ lane 1: likewise; the helper says what a fork died of, and forks again
+                                         └─ lane 1: likewise; the helper reports how a fork died, and forks again
 
-The owner has one call at a time on a lane. If a fork dies while it reads one, or replies, nobody knows where on its
-lane the next call or reply begins: the helper ends with it, and its owner starts another.
+The owner has one call at a time on a lane. If a fork dies while it reads a call, or replies, it is unknown where on its
+lane the next call or reply begins: so the helper ends, and its owner starts another.
 
-For calls that must be quick a fork may stay for many of them: it keeps what they have cached, and the first that harms
-it is its last.
+For calls that must be fast, a fork may stay for many calls: it keeps what they have cached, and ends with the first
+call that harms it.
 
 A fork bounds itself before it runs its call: CPU and wall-clock time by timers whose signals end it, memory by an
 rlimit, stack by the size of the thread that the call runs on. This file imports no more than that needs.
@@ -36,33 +36,33 @@ MiB = 2**20
 _CALL = struct.Struct("!QddQQ?")
 REPLY = struct.Struct("!Q")
 RETURNED, RAISED, DIED = "returned", "raised", "died"
-STAYS, LEAVES = "stays", "leaves"  # of a fork, after a call
+STAYS, LEAVES = "stays", "leaves"  # what a fork does after a call
 _LIBC = ctypes.CDLL(None)
 _OWNER_IS_GONE = 86
-# Below the owner: who burns a whole core in a call still does not take it from those whose tokens pass there.
+# Lower priority than the owner's: a call that uses a whole core does not take it from the tokens that pass there.
 _NICE = 5
-# A fork that stays is replaced after as many calls, lest what they leave behind adds up.
+# A fork that stays is replaced after so many calls, as what they leave in memory adds up.
 _MOST_CALLS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of one call.
+    """The bounds of one call.
 
     Args:
-        memory_bytes: on top of what the helper has imported.
-        is_last: a fork that stays for many calls ends with this one, and so does what it has cached.
+        memory_bytes: in addition to what the helper has imported.
+        is_last: a fork that stays for many calls ends with this one, and its caches with it.
     """
 
     cpu_s: float = 4.0
-    wall_s: float = 30.0  # for a machine so busy that `cpu_s` takes so long
+    wall_s: float = 30.0  # bounds a call on a machine too busy to give it `cpu_s` in time
     memory_bytes: int = 512 * MiB
     stack_bytes: int = 16 * MiB
     is_last: bool = False
 
 
 def head_of(payload: bytes, bounds: Bounds) -> bytes:
-    """Head of a call, whose payload is a pickled function and its arguments: size and bounds."""
+    """Returns the head of a call: its bounds and the size of its payload, a pickled function and its arguments."""
     said = bounds.cpu_s, bounds.wall_s, bounds.memory_bytes, bounds.stack_bytes, bounds.is_last
     return _CALL.pack(len(payload), *said)
 
@@ -73,7 +73,7 @@ def main() -> None:
     os.nice(_NICE if most_calls == 1 else 0)
     for module in sys.argv[3:]:
         importlib.import_module(module)
-    called = mmap.mmap(-1, len(lanes))  # shared with the forks: which of them run one
+    called = mmap.mmap(-1, len(lanes))  # shared with the forks: for each lane, if it runs a call
     gc.freeze()
     running = {_forked(lanes, index, called, most_calls): index for index in range(len(lanes))}
     while True:
@@ -103,7 +103,7 @@ def _forked(lanes: list[socket.socket], index: int, called: mmap.mmap, most_call
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel end this process with its parent, and before others when memory is short."""
+    """Makes the kernel kill this process with its parent, and first of all when memory is short."""
     if sys.platform == "linux":
         _LIBC.prctl(1, signal.SIGKILL)
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
@@ -112,16 +112,16 @@ def _die_with(parent: int) -> None:
 
 
 class _Fork:
-    """Serves the calls of one lane, each within its own bounds; `called` says which lanes run one."""
+    """Serves the calls of one lane, each within its own bounds. `called`: the lanes that run a call."""
 
     def __init__(self, lane: socket.socket, index: int, called: mmap.mmap) -> None:
         self._lane, self._index, self._called = lane, index, called
         self._code, self._used = 1, 0
 
     def serve(self, most_calls: int) -> int:
-        """Returns the exit status, after so many calls or when its owner is gone.
+        """Serves calls, at most `most_calls`, until the owner is gone. Returns the exit status.
 
-        All have the stack of the first one.
+        All calls have the stack size of the first.
         """
         first = self._received()
         if first is None:
@@ -146,7 +146,7 @@ class _Fork:
         self._code = 0
 
     def _run(self, payload: bytearray, bounds: Bounds, is_last: bool) -> bool:
-        """Returns False where the call has used up the memory, of which it may have left none to the next one."""
+        """Runs a call and replies. Returns False if it has used up the memory: the next call might have none left."""
         self._called[self._index] = 1
         _limit_memory(self._used + bounds.memory_bytes + bounds.stack_bytes, is_last)
         signal.setitimer(signal.ITIMER_PROF, bounds.cpu_s)
@@ -159,7 +159,7 @@ class _Fork:
         return lasting
 
     def _received(self) -> tuple[bytearray, Bounds] | None:
-        """Returns the next call; None where the owner is gone."""
+        """Returns the next call; None if the owner is gone."""
         head = _received(self._lane, _CALL.size)
         if head is None:
             return None
@@ -169,7 +169,7 @@ class _Fork:
 
 
 def _limit_memory(most: int, is_last: bool) -> None:
-    """Bounds the data of this process, for good where no call follows that may have another bound."""
+    """Bounds this process's memory. `is_last`: irrevocably, as no call with another bound follows."""
     resource.setrlimit(resource.RLIMIT_DATA, (most, most if is_last else resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -180,7 +180,7 @@ def _data_bytes() -> int:
 
 
 def _outcome(payload: bytearray) -> tuple[bytes, bool]:
-    """Returns the reply, and False where the memory was used up."""
+    """Returns the reply, and False if the memory was used up."""
     try:
         function, args = pickle.loads(payload)
         return pickle.dumps((RETURNED, function(*args)), protocol=5), True
@@ -193,7 +193,7 @@ def _raised(error: BaseException) -> bytes:
         if not isinstance(error, Exception) or isinstance(error, StopIteration):
             raise TypeError("no future takes it")
         made = pickle.dumps((RAISED, error))
-        pickle.loads(made)  # not every exception can be made again from its arguments
+        pickle.loads(made)  # some exceptions cannot be unpickled
     except Exception:
         made = pickle.dumps((RAISED, RuntimeError(f"{type(error).__name__}: {error}")))
     return made
@@ -205,7 +205,7 @@ def _reply(lane: socket.socket, reply: bytes) -> None:
 
 
 def _received(lane: socket.socket, size: int) -> Any:
-    """So many bytes; None where the owner has closed its end."""
+    """Returns the next `size` bytes; None if the owner has closed its end."""
     data = bytearray(size)
     view, count = memoryview(data), 0
     while count < size:

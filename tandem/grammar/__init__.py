@@ -1,12 +1,13 @@
 """Answers that follow a grammar: a JSON schema, a regular expression, a choice. The engine and the gateway may enter.
 
-    gateway   what a client says -> grammar, checked      in its helper process, before anything is reserved
-    worker    grammar -> compiled, once                   kept by its text, so the next request only copies it
-              tokens of the answer -> state               followed as they come; after a preemption or elsewhere, from
-                                                          the first on
+    gateway   a client's schema -> grammar, checked      in its helper process, before anything is reserved
+    worker    grammar -> compiled, once                   cached by its text, so the next request only copies it
+              tokens of the answer -> state               followed as they come; after a preemption or a move, again
+              from
+                                                          the first token
               state -> mask                               one bit for each token that may come next
 
-The mask depends on nothing but the grammar and the tokens before. llguidance does the work.
+The mask depends only on the grammar and the tokens before. llguidance computes it.
 """
 
 from tandem.grammar.asked import KINDS, MAX_CHOICES, STACK_BYTES, Behind, grammar_of

@@ -1,10 +1,11 @@
-"""Makes grammars, checked, of what clients ask their answers to look like. Runs in the gateway's helper process.
+"""Makes checked grammars of the formats that clients ask for. Runs in the gateway's helper process.
 
-Whatever is wrong with it is an InvalidGrammar that names the place; what it does to the process is for the helper.
+Any fault in a format becomes an InvalidGrammar that names the place; the helper guards against crashes and resource
+use.
 
-A call of a tool is held to the tool's schema as far as a grammar can hold it: keywords that no grammar can hold
-(`propertyNames`, `uniqueItems`, some formats) hold nothing, and a schema that is none even then leaves any object.
-A `strict` tool is held to all of its schema, or refused by name.
+A tool call follows the tool's schema as far as a grammar can express it: keywords that no grammar can express
+(`propertyNames`, `uniqueItems`, some formats) are ignored, and a schema that still fails allows any object. A `strict`
+tool's schema is enforced completely, or the tool is refused by name.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from tandem.grammar import build
 from tandem.grammar.depth import check_schema
 from tandem.grammar.errors import InvalidGrammar
 
-MAX_LENGTH = 256 * 1024  # of a schema or grammar, in characters
+MAX_LENGTH = 256 * 1024  # characters of a schema or grammar
 MAX_CHOICES = 1024
-MAX_PLACES = 64  # looked at in search of what is wrong with a schema
-# Of the thread that compiles. Chains as long as MAX_DEPTH need a quarter of it.
+MAX_PLACES = 64  # most places that are searched for a schema's fault
+# The stack of the compiling thread. Chains as long as MAX_DEPTH need a quarter of it.
 STACK_BYTES = 16 * 2**20
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 NESTED = ("properties", "patternProperties", "$defs", "definitions")
-# Each of a value's `tools` has a `schema`, says whether it is `strict`, and has the `place` of its schema in the body,
-# from where errors go on to what is wrong `inside`, where the client has written the schema itself.
+# Each of a value's `tools` has a `schema`, `strict`, and the `place` of the schema in the body. `inside`: the client
+# wrote the schema itself, so that errors name the faulty place within the schema, too.
 OF_CALLS = ("call", "calls", "channel_call", "tagged_calls")
 Tools = Mapping[str, Mapping[str, Any]]
 ANY_OBJECT = {"type": "object"}
@@ -36,10 +37,11 @@ Behind = str | int | Mapping[str, str | int] | None
 
 
 def grammar_of(kind: str, value: Any, behind: Behind = None) -> str:
-    """
+    """Returns the grammar of a format, checked.
+
     Args:
         kind: one of KINDS or OF_CALLS.
-        behind: the text or special token that ends the thoughts before the answer, or gpt-oss' marks of messages.
+        behind: the text or special token that ends the thoughts before the answer, or gpt-oss' message marks.
 
     Raises:
         InvalidGrammar
@@ -56,20 +58,20 @@ def _named(error: RecursionError | ValueError, kind: str, value: Any) -> Invalid
     """Returns the error with the place of what is wrong."""
     if isinstance(error, RecursionError):
         return InvalidGrammar("must not be nested so deeply")
-    if not isinstance(error, InvalidGrammar):  # of llguidance, and of texts that are no Unicode
+    if not isinstance(error, InvalidGrammar):  # raised by llguidance, or for a text that is no valid Unicode
         return InvalidGrammar(str(error))
     of_all = kind != "json" or error.problem.startswith("must ")
     return InvalidGrammar(error.problem, error.place or ("" if of_all else _place(value, error.problem)))
 
 
 def _held_in_part(kind: str, value: Mapping[str, Any], behind: Behind) -> str:
-    """Returns a grammar of calls some of whose schemas no grammar can hold.
+    """Returns a grammar of calls, some of whose schemas no grammar can express completely.
 
     Raises:
-        InvalidGrammar: a strict tool has one, or they are too large together.
+        InvalidGrammar: such a schema is a strict tool's, or the schemas are too large together.
     """
     tools = {name: _holdable(name, tool) for name, tool in value["tools"].items()}
-    if tools == value["tools"]:  # each of them can be held, but not all
+    if tools == value["tools"]:  # each schema can be expressed, but not all together
         tools = {name: tool if tool["strict"] else {**tool, "schema": ANY_OBJECT} for name, tool in tools.items()}
     try:
         return _grammar_of(kind, {**value, "tools": tools}, behind)
@@ -78,7 +80,7 @@ def _held_in_part(kind: str, value: Mapping[str, Any], behind: Behind) -> str:
 
 
 def _holdable(name: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the tool with so much of its schema as a grammar can hold."""
+    """Returns the tool with the part of its schema that a grammar can express."""
     if tool["strict"]:
         try:
             grammar_of("json", tool["schema"])
@@ -100,7 +102,7 @@ def _grammar_of(kind: str, value: Any, behind: Behind) -> str:
         raise InvalidGrammar(f"must have at most {MAX_LENGTH} characters")
     made = begin = _made(kind, value, behind)
     build.check(made)
-    if kind == "channel_call":  # its beginning is looked at without the model's tokens
+    if kind == "channel_call":  # `check_begin` has no special tokens: marks are spelled as text
         begin = _made(kind, {**value, "marks": _spelled(value["marks"])}, behind)
     elif isinstance(behind, Mapping):
         begin = _made(kind, value, _spelled(behind))
@@ -126,7 +128,7 @@ def _json(value: Any) -> str:
     check_schema(schema)
     for place, part in _parts_within(schema):
         if isinstance(part.get("$ref"), str) and isinstance(part.get("$id"), str):
-            # Drafts up to 7 ignore such an $id. The grammar would follow it.
+            # Drafts up to 7 ignore such an $id, but llguidance would follow it.
             raise InvalidGrammar("$id beside $ref is not supported", place)
     return build.of_json_schema(schema)
 
@@ -215,7 +217,7 @@ def _text(value: Any) -> str:
 
 
 def _parts_within(value: Any, place: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """All objects in a value that is not nested deeply, with their places."""
+    """Yields all objects in a value that is not nested deeply, with their places."""
     inside: list[tuple[str, Any]] = []
     if isinstance(value, Mapping):
         yield place, value
@@ -228,7 +230,7 @@ def _parts_within(value: Any, place: str = "") -> Iterator[tuple[str, Mapping[st
 
 
 def _place(value: Any, problem: str) -> str:
-    """Path to the part of a schema that is refused for this reason."""
+    """Returns the path to the part of a schema that is refused for this reason."""
     found, looked_at = "", 0
     parts = _parts(_parsed_or_none(value))
     while parts and looked_at < MAX_PLACES:

@@ -1,6 +1,6 @@
-"""Grammars of what clients ask for, as llguidance's text, and whether it takes them.
+"""Conversion of clients' formats to llguidance's grammars, and checks that llguidance accepts them.
 
-Everything here may recurse, explode or crash on what a client wrote: the gateway has it run in its helper process.
+All of it may recurse, explode or crash on a client's input: the gateway runs it in its helper process.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from tandem.grammar.depth import check_lark, check_schema
 from tandem.grammar.errors import InvalidGrammar
 from tandem.grammar.flat import pattern_of
 
-# Between the parts of JSON: a space, or a new line and its indentation.
+# White space between the parts of JSON: a space, or a new line and its indentation.
 WHITESPACE = r" ?|\n[ \t]{0,20}"
-LARK = "x-lark"  # of a string's schema: the grammar that it follows
-# As a schema's `x-guidance`: keywords that no grammar can hold hold nothing.
+LARK = "x-lark"  # the keyword in a string's schema for the Lark grammar that the string follows
+# A schema's `x-guidance` by which keywords that no grammar can express are ignored.
 LENIENT: Mapping[str, Any] = {"lenient": True, "coerce_one_of": True}
 LITERAL = ("const", "enum", "default", "examples")
 
 
 def of_json_schema(schema: Any) -> str:
-    """
+    """Returns the grammar of a JSON schema.
+
     Raises:
         InvalidGrammar
     """
@@ -42,7 +43,7 @@ def of_choice(choices: Sequence[str]) -> str:
 
 
 def of_grammar(text: str) -> str:
-    """Lark, or EBNF as llama.cpp writes it.
+    """Returns the grammar of a Lark text, or of llama.cpp's EBNF.
 
     Raises:
         InvalidGrammar
@@ -56,7 +57,8 @@ def of_grammar(text: str) -> str:
 
 
 def of_tags(tags: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> str:
-    """Free text in which a trigger begins one of `tags`: its `begin`, JSON of its `schema`, its `end`.
+    """Returns a grammar of free text in which a trigger starts one of `tags`: its `begin`, JSON of its `schema`, its
+    `end`.
 
     Raises:
         InvalidGrammar
@@ -74,7 +76,8 @@ def of_tags(tags: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> str:
 
 
 def of_calls(schemas: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
-    """A JSON list of one or more {"name": ..., "arguments": ...}: each of them a name and its schema.
+    """Returns a grammar of a JSON list of {"name": ..., "arguments": ...}, by `schemas`. `most`: None: one or more
+    calls.
 
     Raises:
         InvalidGrammar
@@ -89,7 +92,7 @@ def of_calls(schemas: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
 
 
 def behind_thoughts(grammar: str, end: str | int) -> str:
-    """The same, behind any text that ends with `end`, a text or a special token."""
+    """Returns the grammar after thoughts: any text that ends with `end`, a text or a special token."""
     answer = _named(grammar)
     if isinstance(end, int):
         thoughts = f"start: thoughts <[{end}]> /\\s*/ @answer\nthoughts: /(.|\\n)*/\n"
@@ -99,14 +102,17 @@ def behind_thoughts(grammar: str, end: str | int) -> str:
 
 
 def behind_channels(grammar: str, marks: Mapping[str, str | int]) -> str:
-    """The same, as the final message of gpt-oss, perhaps behind thoughts. `marks`: its special tokens by name."""
+    """Returns the grammar as gpt-oss' final message, with or without thoughts before.
+
+    `marks`: its special tokens by name.
+    """
     answer = _named(grammar)
     head = f'start: thoughts? {_mark(marks["channel"])} "final" {_mark(marks["message"])} @answer\n'
     return json.dumps({**answer, "grammars": [{"lark_grammar": head + _thoughts(marks)}, *answer["grammars"]]})
 
 
 def of_channel_call(schemas: Mapping[str, Mapping[str, Any]], marks: Mapping[str, str | int]) -> str:
-    """One call as gpt-oss writes it, perhaps behind thoughts; its end is the end of the answer.
+    """Returns a grammar of one call in gpt-oss' form, with or without thoughts before. The call ends the answer.
 
     Raises:
         InvalidGrammar
@@ -126,7 +132,7 @@ def _arguments(schema: Mapping[str, Any]) -> str:
 
 
 def _thoughts(marks: Mapping[str, str | int]) -> str:
-    """Rules of a message with thoughts, and of the beginning of the next one."""
+    """Returns the rules of a message with thoughts and the beginning of the next message."""
     end, begin = marks["end"], f'{_mark(marks["channel"])} "analysis" {_mark(marks["message"])}'
     next_one = f'{_mark(marks["start"])} "assistant"'
     if isinstance(end, int):
@@ -139,7 +145,7 @@ def _mark(mark: str | int) -> str:
 
 
 def _named(grammar: str) -> dict[str, Any]:
-    """As `@answer`."""
+    """Returns a grammar's JSON whose first grammar is named `@answer`."""
     answer: dict[str, Any] = (
         json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
     )
@@ -148,7 +154,8 @@ def _named(grammar: str) -> dict[str, Any]:
 
 
 def check(grammar: str) -> None:
-    """
+    """Checks a grammar's syntax and size.
+
     Raises:
         InvalidGrammar
     """
@@ -158,10 +165,10 @@ def check(grammar: str) -> None:
 
 
 def check_begin(grammar: str) -> None:
-    """Compile it as workers do, but for tokens that are bytes, and begin an answer.
+    """Compiles a grammar as workers do, but with bytes as tokens, and begins an answer.
 
     Raises:
-        InvalidGrammar: there is none, or it fails as soon as it has begun.
+        InvalidGrammar: the grammar cannot be compiled, or allows no answer to begin.
     """
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits())
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
@@ -173,7 +180,7 @@ def check_begin(grammar: str) -> None:
 
 
 def limits() -> LLParserLimits:
-    """Bounds of a grammar: its own size, and what each step of its parser does. A fifth of llguidance's own."""
+    """Returns the bounds of a grammar's size, and of each parser step's work: a fifth of llguidance's defaults."""
     return LLParserLimits(
         max_grammar_size=100_000, initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=20_000,
         max_lexer_states=50_000, max_items_in_row=1_000,
@@ -181,7 +188,7 @@ def limits() -> LLParserLimits:
 
 
 def _json(schema: Any) -> str:
-    """Returns a schema's text as grammars take it: with its objects closed."""
+    """Returns a schema's text for grammars, with its objects closed."""
     schema = closed(schema)
     try:
         text = json.dumps(schema, allow_nan=False)
@@ -191,7 +198,7 @@ def _json(schema: Any) -> str:
 
 
 def _with_patterns(schema: Any) -> Any:
-    """Strings that follow a Lark grammar, as strings with a pattern."""
+    """Returns a schema in which strings that follow a Lark grammar have a pattern instead."""
     if isinstance(schema, list):
         return [_with_patterns(part) for part in schema]
     if not isinstance(schema, Mapping):

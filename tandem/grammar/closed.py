@@ -1,7 +1,7 @@
-"""Closes objects: a schema with `properties` and without `additionalProperties` allows no property but those it names.
+"""Closes objects: a schema with `properties` and without `additionalProperties` then allows only the named properties.
 
-A model that may add properties of its own writes them until it is cut. OpenAI's strict mode and xgrammar close objects
-for the same reason. Where several schemas hold for one object (`allOf`, or `$ref` beside `properties`), each of them
+A model that may add properties of its own adds them until max_tokens. OpenAI's strict mode and xgrammar close objects
+for the same reason. If several schemas apply to one object (`allOf`, or `$ref` beside `properties`), each of them
 names only a part of its properties, so these objects and all within them stay open.
 """
 
@@ -15,12 +15,12 @@ from tandem.grammar.depth import target_of
 NAMED = ("properties", "patternProperties")
 ONE = ("items", "additionalProperties")
 SEVERAL = ("prefixItems", "allOf", "anyOf", "oneOf")
-# An object whose schema has one of these has properties beyond `properties`, or may need some.
+# An object whose schema has one of these keywords has, or may need, other properties than `properties`.
 OPEN = frozenset(
     ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties", "if",
      "dependentSchemas", "dependentRequired", "dependencies", "$dynamicRef", "$recursiveRef")
 )  # fmt: skip
-# A schema of these alone, as a branch, names no property.
+# A branch that is a schema of only these keywords names no property.
 NAMELESS = frozenset(("required", "type", "title", "description"))
 
 
@@ -30,7 +30,7 @@ def closed(schema: Any) -> Any:
 
 
 def _closable(schema: Any) -> set[int]:
-    """Returns the ids of the parts that are to be closed."""
+    """Returns the ids (id()) of the parts to close."""
     found: set[int] = set()
     open_parts: set[int] = set()
     seen: set[tuple[int, bool]] = set()
@@ -50,7 +50,7 @@ def _closable(schema: Any) -> set[int]:
 
 
 def _num_sources(part: Mapping[str, Any]) -> int:
-    """Returns how many schemas name properties of the object that this part is about."""
+    """Returns the number of schemas that name properties of the object that this part describes."""
     names = part.get("properties")
     own = isinstance(names, Mapping)
     branches = [part[key] for key in ("anyOf", "oneOf") if isinstance(part.get(key), list)]
@@ -75,7 +75,7 @@ def _requires_only(part: Mapping[str, Any], names: Any) -> bool:
 
 
 def _inside(part: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the schemas within a schema, but not what only a reference leads to."""
+    """Yields the schemas within a schema, without following references."""
     for key in NAMED:
         if isinstance(named := part.get(key), Mapping):
             yield from named.values()

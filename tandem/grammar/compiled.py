@@ -1,4 +1,4 @@
-"""Grammars compiled for one model, and each answer's place in its own. Workers only."""
+"""Grammars compiled for one model, and each answer's state in its grammar. Workers only."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tandem.grammar.errors import InvalidGrammar
 from tandem.vocabulary import Vocabulary, load_tokenizer
 
 MAX_COMPILED = 64
-# Twice what the gateway's helper compiled the same on: what that survives, a worker does.
+# Twice the stack with which the gateway's helper has compiled the same grammar: a worker survives what the helper did.
 STACK_BYTES = 32 * 2**20
-# In bytes: llguidance panics at words of more than 1024. No grammar lets a longer one be chosen.
+# The longest word in bytes, as llguidance panics at more than 1024. Under a grammar longer words are never chosen.
 MAX_WORD = 1000
 NO_WORD = "the model's vocabulary has no token for what must come next"
 
 
 class Guide:
-    """One answer's place in its grammar."""
+    """The state of one answer in its grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
         self._num_followed = 0
 
     def follow(self, tokens: Sequence[int]) -> str:
-        """All tokens of the answer so far; returns what is wrong with them, if anything."""
+        """Follows the answer's tokens; `tokens` are all so far. Returns what is wrong with them, or ""."""
         new = list(tokens[self._num_followed :])
         if new:
             self._num_followed = len(tokens)
@@ -39,19 +39,19 @@ class Guide:
         return self._error()
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, as far as there is no choice."""
+        """Returns the tokens that must come next, as long as there is no choice."""
         return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
 
     def fill(self, pointer: int, size: int, aheads: Sequence[Sequence[int]]) -> str:
-        """Write the masks of what may follow each of `aheads`, of `size` bytes, up to one that is not allowed itself.
+        """Writes the mask, of `size` bytes, of what may follow each of `aheads`, up to the first that is not allowed.
 
-        Each begins with the one before it. Returns what is wrong, if anything: the masks say nothing then.
+        Each of `aheads` begins with the one before it. Returns what is wrong, or "": then the masks are valid.
         """
         matcher, count = self._matcher, 0
         for i, ahead in enumerate(aheads):
             count += matcher.try_consume_tokens(list(ahead[count:])) if len(ahead) > count else 0
             if count < len(ahead):
-                break  # it will not be drawn, so what would follow it does not matter
+                break  # this ahead will not be accepted, so the masks after it do not matter
             matcher.unsafe_compute_mask_ptr(pointer + i * size, size)
         if count and not matcher.is_error():
             matcher.rollback(count)
@@ -60,12 +60,12 @@ class Guide:
     def _error(self) -> str:
         if not self._matcher.is_error():
             return ""
-        error = self._matcher.get_error().partition("\n")[0]  # then comes the state of a parser
+        error = self._matcher.get_error().partition("\n")[0]  # the lines after it are the parser's state
         return NO_WORD if error == "NoExtensionBias" else error
 
 
 class Grammars:
-    """One model's grammars. Any thread may compile; each Guide belongs to one."""
+    """The compiled grammars of one model. Any thread may compile; a Guide belongs to one thread."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self._folder, self._vocab_size = folder, vocab_size
@@ -74,7 +74,8 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def compile(self, grammar: str) -> LLMatcher:
-        """
+        """Returns a compiled grammar, cached.
+
         Raises:
             InvalidGrammar
         """
@@ -95,7 +96,7 @@ class Grammars:
         return made
 
     def start(self, grammar: str) -> Guide:
-        """At the first token.
+        """Returns a guide at an answer's beginning.
 
         Raises:
             InvalidGrammar
@@ -104,14 +105,14 @@ class Grammars:
 
 
 class _Words:
-    """A vocabulary as llguidance reads it.
+    """A vocabulary in the form that llguidance reads.
 
-    llguidance's own reading of a tokenizer.json knows neither Metaspace nor ids without a word, and no text of an added
-    token in angle brackets.
+    llguidance's own reader of tokenizer.json does not support Metaspace, ids without a word, and added tokens that are
+    text in angle brackets.
     """
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_id: int) -> None:
-        """`vocab_size`: of the model's logits, which may be more or fewer than its tokenizer has words."""
+        """`vocab_size`: the number of the model's logits, which may differ from the tokenizer's words."""
         vocabulary = Vocabulary(load_tokenizer(folder))
         words = map(vocabulary.token_bytes, range(vocab_size))
         self.eos_token_id, self.bos_token_id = eos_token_id, None
@@ -120,7 +121,7 @@ class _Words:
         self._spell = vocabulary.spell
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Returns the tokens of a text within an answer; [] where there are none for it."""
+        """Returns the tokens of a text within an answer; [] if the vocabulary cannot spell it."""
         ids = self._spell(text.decode() if isinstance(text, bytes) else text)
         return ids if all(i < len(self.tokens) and self.tokens[i] for i in ids) else []
 

@@ -1,8 +1,8 @@
-"""How deep llguidance would recurse into a grammar: nesting, and references followed to what they name.
+"""Bounds on how deep llguidance recurses into a grammar: by nesting, and by references that it follows.
 
-It recurses in C, without a bound. A search with a stack of 8 MiB (llguidance 1.x, chains of
-every kind, doubled and halved) found the shortest that crashes it: 928 `$ref`s through `properties`, 1,040 through
-`anyOf`, 2,496 bare ones, 2,688 rules: at most 9 KiB each. Helper and workers have 16 and 32 MiB for the bound here.
+llguidance recurses natively, without a bound. A binary search with a stack of 8 MiB (llguidance 1.x, chains of every
+kind) found the shortest chains that crash it: 928 `$ref`s through `properties`, 1,040 through `anyOf`, 2,496 bare ones,
+2,688 rules: at most 9 KiB of stack each. The helper has 16 MiB and workers 32 MiB for chains up to the bound here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _RULE = re.compile(r"^[ \t]*[?!]*([A-Za-z_]\w*)[^:\n|]*:", re.MULTILINE)
 
 
 def check_schema(schema: Any, place: str = "") -> None:
-    """
+    """Checks that a schema is not too deep.
+
     Raises:
         InvalidGrammar
     """
@@ -44,7 +45,8 @@ def check_schema(schema: Any, place: str = "") -> None:
 
 
 def check_lark(grammar: str) -> None:
-    """
+    """Checks that a Lark grammar is not too deep.
+
     Raises:
         InvalidGrammar
     """
@@ -77,7 +79,9 @@ def _inside(part: Any) -> list[Any]:
 
 
 def target_of(schema: Any, part: Any) -> Any:
-    """The part that a part refers to within its schema; None where it does not, or to nothing."""
+    """Returns the part of a schema to which `part` refers; None without a reference within the schema, or a broken
+    one.
+    """
     said = part.get("$ref") if isinstance(part, Mapping) else None
     if not isinstance(said, str) or not said.startswith("#"):
         return None
@@ -99,7 +103,7 @@ def _larks(grammar: str) -> list[str]:
 
 
 def _schemas(text: str) -> Iterator[Any]:
-    """Those that stand within a Lark grammar."""
+    """Yields the JSON schemas within a Lark grammar."""
     reader = json.JSONDecoder()
     for found in re.finditer(r"%json\s*", text):
         try:
@@ -109,7 +113,7 @@ def _schemas(text: str) -> Iterator[Any]:
 
 
 def _rules(text: str) -> dict[str, list[str]]:
-    """The names that each rule's body has; more rather than fewer."""
+    """Returns the names in each rule's body; if in doubt, too many."""
     said = _SILENT.sub(" ", text)
     begins = [(found[1], found.end(), found.start()) for found in _RULE.finditer(said)]
     ends = [start for _, _, start in begins[1:]] + [len(said)]

@@ -1,10 +1,10 @@
-"""Errors of grammars: what is wrong, and where."""
+"""The error of grammars: what is wrong, and where."""
 
 from __future__ import annotations
 
 
 class InvalidGrammar(ValueError):
-    """No answer can be held to this; the text says why, `place` where in what the client gave, as a path."""
+    """A grammar that cannot be enforced; the message says why, `place` where in the client's input, as a path."""
 
     def __init__(self, problem: str, place: str = "") -> None:
         super().__init__(problem, place)

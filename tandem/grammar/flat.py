@@ -4,8 +4,8 @@ A custom tool's text, such as the patch that Codex' apply_patch takes, is a stri
 its quotes and line ends escaped. llguidance follows a Lark grammar over the plain text of an answer or between the tags
 of a StructTag, but not within such a string: its JSON schemas hold a string to a `pattern` alone.
 
-Rules are put in the places where they are named, so none may lead back to itself. What %ignore names may stand before
-every terminal of a rule, and at the end.
+Rules are inserted where they are named, so no rule may be recursive. What %ignore names may precede every terminal of a
+rule, and may stand at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from tandem.grammar.errors import InvalidGrammar
 
-# Characters of the expression, and repetitions of a part.
+# The most characters of the expression, and the most repetitions of a part.
 MAX_PATTERN, MAX_REPEATED = 64 * 1024, 1000
 COMMON = r"""
 DIGIT: "0".."9"
@@ -62,7 +62,8 @@ Token = tuple[str, Any]
 
 
 def pattern_of(grammar: str) -> str:
-    """
+    """Returns the regular expression of a Lark grammar.
+
     Raises:
         InvalidGrammar
     """
@@ -251,7 +252,7 @@ def _common(name: str) -> list[Token]:
 
 
 def _inlined(body: list[Token], found: dict[str, list[Token]]) -> list[Token]:
-    """So that a name of its own that the grammar has, too, changes nothing."""
+    """Returns a common rule's body with all names inserted, so that a rule of the same name changes nothing."""
     made: list[Token] = []
     for kind, value in body:
         inner = [("mark", "("), *_inlined(found[value], found), ("mark", ")")] if kind == "name" else [(kind, value)]

@@ -1,4 +1,4 @@
-"""Who is alive: how long a peer may be silent, how starved a process is, what their kernel says. Anyone may enter."""
+"""Failure detection: by a peer's silence, a process's starvation, and the kernel of a host. Anyone may enter."""
 
 from tandem.liveness.same_host import dead_here, gone_here, this_process
 from tandem.liveness.silence import MOST_S, QUIET, Liveness, Vitals, stretched

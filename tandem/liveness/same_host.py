@@ -1,7 +1,7 @@
-"""Processes of one host, by what its kernel says of them: the only silence that needs no patience.
+"""The state of processes on this host, from its kernel: a process known to be dead need not be waited for.
 
-A process is named by the boot of its machine, its PID namespace, its PID and when it began, so that no other is taken
-for it: not one of another container, nor the next one with its PID.
+A process's name has the boot id of its machine, its PID namespace, its PID and its start time, so that it is never
+confused with a process of another container, or a later one with the same PID.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import os
 from pathlib import Path
 
 PROC = Path("/proc")
-# As in proc(5): stopped by a signal; a zombie; dead.
+# States as in proc(5): stopped by a signal; a zombie; dead.
 GONE = "it is gone"
 DEAD_STATES = {"T": "it is stopped", "Z": GONE, "X": GONE}
 
 
 def this_process(proc: Path = PROC) -> str:
-    """Empty where there is no such kernel."""
+    """Returns this process's name; empty if the kernel is not Linux."""
     try:
         _, began = _stat(proc, os.getpid())
         return f"{_host(proc)} {os.getpid()} {began}"
@@ -25,7 +25,7 @@ def this_process(proc: Path = PROC) -> str:
 
 
 def dead_here(process: str, proc: Path = PROC) -> str:
-    """Says what is wrong with a process of this host; empty where it may run, or cannot be seen from here."""
+    """Describes what is wrong with a process of this host; empty if it may run, or is not visible from here."""
     host, _, named = process.partition(" ")
     try:
         pid, began = map(int, named.split())
@@ -41,7 +41,7 @@ def dead_here(process: str, proc: Path = PROC) -> str:
 
 
 def gone_here(process: str) -> bool:
-    """True if it was a process of this host and has ended; one that is stopped has not."""
+    """True if a process of this host has ended. A stopped process has not ended."""
     return dead_here(process) == GONE
 
 
@@ -51,6 +51,6 @@ def _host(proc: Path) -> str:
 
 
 def _stat(proc: Path, pid: int) -> tuple[str, int]:
-    """Its state, and when it began. Its name, in brackets, may hold anything."""
+    """Returns a process's state and start time. Its name, in brackets, may contain any characters."""
     fields = (proc / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return fields[0], int(fields[19])

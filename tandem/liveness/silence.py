@@ -1,14 +1,15 @@
-"""Is the peer alive? Slow is not dead: how long silence may last grows with what both sides say of their starvation.
+"""Failure detection by silence. The silence that is allowed grows with the starvation that both sides report.
 
-    every INTERVAL_S    each side sends a ping, whatever else it sends, and says how starved it is (starvation.py)
-    silence             time since anything was heard, in which this side itself was awake
-    the peer is lost    after LIMIT_S x (1 + own + peer's starvation) of silence, at most MOST_S, where what the peer
-                        said counts for less the longer it is silent; after MOST_S where nobody could take its place,
-                        for then giving it up early would only make work run twice
-    doubtful            the peer would be lost had it not said that it is starved: others are preferred
-    unheard             what is sent here does not reach the peer, which is heard, and says that it hears nothing
+    every INTERVAL_S    each side sends a ping, whatever else it sends, with its own starvation (starvation.py)
+    silence             time since anything was received, less the time in which this process itself did not run
+    the peer is lost    after LIMIT_S x (1 + own + peer's starvation) of silence, at most MOST_S; a starvation that the
+                        peer reported fades as it stays silent; after MOST_S if no other process could take its place,
+                        as giving it up early would then only make work run twice
+    doubtful            the peer would be lost if it had not reported starvation: others are preferred
+    unheard             what this side sends does not reach the peer, which reports that it hears nothing
 
-As in Lifeguard (arXiv 1707.00788), a process that was not run itself blames nobody for it. No clock of its own.
+As in Lifeguard (arXiv 1707.00788), a process that did not run itself does not suspect its peers for that time. The
+module has no clock of its own.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from math import isfinite
 INTERVAL_S = 0.3
 LIMIT_S = 1.5
 MOST_S = 20.0
-# A process that looks less often than this was not run: only so much of the pause counts as silence.
+# A longer pause between two looks means that this process did not run: only this much of the pause counts as silence.
 LOOK_S = 0.5
 LEAST_S = 0.001
-# What a peer said of its starvation counts half after so long a silence: pings of a starved one come in between.
+# After this long a silence a peer's reported starvation counts half: a starved peer still sends pings in between.
 FADES_S = 6.0
 
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """How a process is, and how much depends on it and on its peers."""
+    """The state of a process, and if others could take its place or its peers'."""
 
     starvation: Callable[[], float] = lambda: 0.0
-    is_sole: Callable[[], bool] = lambda: False  # nobody else does what this process does
+    is_sole: Callable[[], bool] = lambda: False  # no other process could do this one's work
     has_sole_peer: Callable[[], bool] = lambda: False
 
 
@@ -40,31 +41,31 @@ QUIET = Vitals()
 
 
 def stretched(seconds: float, starvation: float) -> float:
-    """How long others should wait for a sign of life of a process so starved, where they wait so long for others."""
+    """Returns how long others should wait for a starved process, if they wait `seconds` for one that is not."""
     return min(seconds * (1 + starvation), max(seconds, MOST_S))
 
 
 class Liveness:
-    """Signs of life of one peer. Its reader sets `heard_at`; `ping_due` and `lost` are asked in turns."""
+    """The signs of life of one peer. Its reader sets `heard_at`; `ping_due` and `lost` are called regularly."""
 
     def __init__(self, now: float, starvation: Callable[[], float] = lambda: 0.0) -> None:
         self.heard_at = now
-        self.sole = False  # nobody could take the peer's place
-        self.pings = False  # the peer has sent one
-        self.unheard_s = 0.0  # for how long the peer has heard nothing from here, as it last said
+        self.sole = False  # no other process could take the peer's place
+        self.pings = False  # the peer has sent a ping
+        self.unheard_s = 0.0  # how long the peer had heard nothing from here, by its last report
         self._starvation = starvation
         self._peer = 0.0
         self._pinged_at = self._looked_at = self._awake_since = now
-        self.quiet_s = 0.0  # as silent_s, when last looked
+        self.quiet_s = 0.0  # silent_s at the last look
 
     def heard(self, starvation: float, now: float) -> None:
-        """The peer has sent a ping."""
+        """Records a ping of the peer."""
         self.heard_at, self.pings = now, True
         self._peer = min(max(starvation, 0.0), MOST_S) if isfinite(starvation) else MOST_S
 
     @property
     def usual_limit_s(self) -> float:
-        """As starved as both are, by when one hears of the other."""
+        """The silence that both sides' present starvation allows."""
         peer: float = self._peer * 0.5 ** (self.quiet_s / FADES_S)
         return min(LIMIT_S * (1 + self._starvation() + peer), MOST_S)
 
@@ -73,19 +74,19 @@ class Liveness:
         return MOST_S if self.sole else self.usual_limit_s
 
     def due_s(self, now: float) -> float:
-        """Seconds until it should be asked again, never more than INTERVAL_S."""
+        """Returns the seconds until the next look, at most INTERVAL_S."""
         left_s = self.limit_s - self.quiet_s
         return max(LEAST_S, min(self._pinged_at + INTERVAL_S - now, left_s if left_s > 0 else INTERVAL_S))
 
     def ping_due(self, now: float) -> bool:
-        """True if one should be sent now, which then counts as sent."""
+        """Returns True if a ping should be sent now, and counts it as sent."""
         if now < self._pinged_at + INTERVAL_S:
             return False
         self._pinged_at = now
         return True
 
     def silent_s(self, now: float) -> float:
-        """How long the peer has said nothing while this side was awake."""
+        """Returns how long the peer has been silent while this process ran."""
         if self.heard_at >= self._looked_at:
             self.quiet_s = 0.0
         if now - self._looked_at > LOOK_S:
@@ -95,7 +96,7 @@ class Liveness:
         return self.quiet_s
 
     def unheard(self, now: float) -> bool:
-        """True if pings have been sent for so long that the peer, were they to arrive, would have heard one."""
+        """True if the peer reports that it hears nothing, though pings have been sent for long enough to reach it."""
         awake_s = now - self._awake_since
         return min(self.unheard_s, awake_s - INTERVAL_S) >= self.usual_limit_s
 

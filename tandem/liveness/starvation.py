@@ -1,12 +1,12 @@
-"""How starved a process is: how many times longer than on an idle machine everything takes it, less one.
+"""A process's starvation: how many times longer than on an idle machine its work takes, less one.
 
-0 on a quiet machine, about 8 for a busy thread where eight others want its core. It is the greatest of
+It is 0 on a quiet machine, about 8 for a busy thread whose core eight others want. It is the greatest of
 
     how late a timer of the event loop was, in half seconds
-    how long its main thread waits for a core, beside the time that it has one or wants none     /proc/self/schedstat
+    how long its main thread waits for a core, relative to the rest of the time             /proc/self/schedstat
     the part of the time in which anything on the machine waits for a core                       /proc/pressure/cpu
 
-and falls by half in HALF_S: what was starved a moment ago may be so again before its peers hear of it.
+and halves in HALF_S: a process starved a moment ago may be starved again before its peers learn of it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ from tandem.liveness.silence import MOST_S
 TICK_S = 0.25
 LATE_S = 0.5
 HALF_S = 3.0
-MOST = MOST_S  # more makes no difference to anyone
+MOST = MOST_S  # a larger value makes no difference
 SCHEDSTAT, PRESSURE = Path("/proc/self/schedstat"), Path("/proc/pressure/cpu")
 
 
 class Starvation:
-    """That of the process that runs `run`. `pressure(seconds)`: what the system says of the last so many seconds."""
+    """The starvation of this process, measured by `run`.
+
+    `pressure(seconds)`: the system's, in the last so many seconds.
+    """
 
     def __init__(self, pressure: Callable[[float], float]) -> None:
         self._pressure = pressure
         self._now = 0.0
 
     def now(self) -> float:
-        """From any thread."""
+        """Returns the present starvation, from any thread."""
         return self._now
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Measures starvation until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
@@ -47,12 +50,12 @@ class Starvation:
 
 
 def no_pressure(seconds: float) -> float:
-    """Reports no pressure: nothing competes for the CPU, or nobody could say so."""
+    """Returns 0: nothing competes for the CPU, or the system cannot report it."""
     return 0.0
 
 
 class CpuPressure:
-    """Reads Linux's files; what a kernel does not have counts as no pressure."""
+    """Reads CPU pressure from Linux's files; a file that the kernel lacks counts as no pressure."""
 
     def __init__(self, schedstat: Path = SCHEDSTAT, pressure: Path = PRESSURE) -> None:
         self._schedstat, self._pressure = schedstat, pressure
@@ -70,7 +73,7 @@ class CpuPressure:
             return 0.0
 
     def _read_share(self) -> float:
-        """Share of the last ten seconds, as the file's first line has it: some avg10=12.34 …"""
+        """Returns the share of the last ten seconds, from the file's first line: some avg10=12.34 …"""
         try:
             return float(self._pressure.read_text(encoding="utf-8").split(maxsplit=2)[1].removeprefix("avg10=")) / 100
         except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""A cluster on one machine: its processes, their Redis. Commands and the kvstore may enter."""
+"""A cluster on one machine: its processes and their Redis. Commands and the kvstore may enter."""
 
 from tandem.local.launcher import Launcher, LocalLauncher, ServiceFailed, unless_failed, until_set
 from tandem.local.on_demand import OnDemand

@@ -1,7 +1,7 @@
-"""Starting a cluster's services and keeping them running; here as processes of this machine.
+"""Launchers start a cluster's services and keep them running; the one here as processes of this machine.
 
-start ──> running ──(ends by itself)──> before all were ready once: ServiceFailed with its last words
-             │                          later: started again under the same name, the more often the later
+start ──> running ──(ends by itself)──> before all were ready once: ServiceFailed with its last output
+             │                          later: started again under the same name, after ever longer pauses
              └────> stop: SIGTERM, last started first; SIGKILL for what has not ended in time
 """
 
@@ -23,56 +23,56 @@ from tandem.containment import OomKills
 from tandem.process import LogOutput, dying_with_parent
 
 STOP_WAIT_S = 10.0
-# What ends so soon after its start waits before it is started again: twice as long each time.
+# A service that lived shorter than this waits before it is started again: twice as long each time.
 MIN_LIFE_S = 5.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
-# Of a service that is waited for: ended so often, it is not going to run.
+# A service that has ended this often during the start is given up.
 MOST_ENDS = 3
-MAX_DOUBLINGS = 16  # more would not fit a float after some hours
+MAX_DOUBLINGS = 16  # keeps the power of two within a float's range
 LAST_LINES = 15
 MAX_LINE = 2**20
 LOOK_S = 1.0
-# Settings that may hold a password: in the environment, for every user of a machine can read command lines.
+# Settings that may hold a password: passed by the environment, as every user of a machine can read command lines.
 SECRETS = frozenset({"redis_url", "redis_password", "store_url"})
 
 T = TypeVar("T")
 
 
 class ServiceFailed(Exception):
-    """A service ended before all were ready; the message holds its last words."""
+    """A service ended before all were ready; the message contains its last output."""
 
 
 class Launcher(Protocol):
-    """One way to run services."""
+    """A way to run services."""
 
     async def start(self, services: Sequence[Service]) -> None:
-        """Start these too. `stop` ends them before those that were started earlier."""
+        """Starts more services. `stop` ends the services that were started last first."""
 
     async def watch(self, *, restart: bool) -> None:
-        """Wait, until cancelled, for services that end; with `restart` they are started again.
+        """Waits until cancelled for services that end. `restart`: starts them again.
 
         Raises:
-            ServiceFailed: one ended and is not to be restarted.
+            ServiceFailed: a service ended, and `restart` is False.
         """
 
     def loading(self) -> Mapping[str, tuple[int, int]]:
-        """Weights that each service has loaded, and of how many; (0, 0) before it has begun."""
+        """Returns (loaded, all) weights of each service by name; (0, 0) before it has begun to load."""
 
     async def hosts(self) -> Mapping[str, str]:
-        """Addresses of gateways by name, if not of this machine."""
+        """Returns the hosts of gateways by name, if they are on other machines."""
 
     async def given_up(self, names: Iterable[str]) -> str:
-        """Why one of these is not going to run, in a line; empty while they may."""
+        """Returns why one of these services will not run, in one line; empty while all of them may."""
 
     async def stop(self, names: Iterable[str] | None = None) -> None:
-        """End these services, or all, in bounded time."""
+        """Ends these services, or all, in bounded time."""
 
 
 async def unless_failed(launcher: Launcher, awaited: Coroutine[Any, Any, T]) -> T:
-    """The result of `awaited`.
+    """Returns the result of `awaited`.
 
     Raises:
-        ServiceFailed: a service ended before.
+        ServiceFailed: a service ended first.
     """
     failed, done = asyncio.create_task(launcher.watch(restart=False)), asyncio.create_task(awaited)
     try:
@@ -87,7 +87,7 @@ async def unless_failed(launcher: Launcher, awaited: Coroutine[Any, Any, T]) -> 
 
 
 class LocalLauncher:
-    """Each service is a process of this machine that dies with this one; its output goes to `logs`/name.log."""
+    """Runs each service as a child process that dies with this process; its output goes to `logs`/name.log."""
 
     def __init__(
         self,
@@ -95,13 +95,13 @@ class LocalLauncher:
         report: Callable[[str], None],
         on_death: Callable[[Mapping[str, object], str], Awaitable[object]] | None = None,
     ) -> None:
-        """`on_death` is awaited with the settings of a service that ended, and of what, before its next start."""
+        """`on_death(settings, cause)` is awaited for a service that ended, before its next start."""
         self._logs = logs
         self._report = report
         self._on_death = on_death
         self._oom_kills = OomKills()
         self._stages: list[list[_Process]] = []
-        self._logged: set[str] = set()  # services that have begun their log
+        self._logged: set[str] = set()  # services whose log has been begun
         self._ended: asyncio.Queue[_Process] = asyncio.Queue()
 
     async def start(self, services: Sequence[Service]) -> None:
@@ -113,7 +113,7 @@ class LocalLauncher:
             stage.append(process)
 
     def _begun_log(self, name: str) -> Path:
-        """Its log, emptied of what another cluster wrote."""
+        """Returns the path of a service's log, emptied at its first start of what an earlier cluster wrote."""
         path = self._logs / f"{name}.log"
         if name not in self._logged:
             self._logged.add(name)
@@ -174,12 +174,12 @@ class LocalLauncher:
                 self._stages = [other for other in self._stages if other is not stage]
 
     def _say(self, text: str) -> None:
-        with suppress(OSError):  # a terminal that is gone ends no cluster
+        with suppress(OSError):  # the loss of the terminal does not end the cluster
             self._report(text)
 
 
 async def until_set(stop: asyncio.Event, life: Coroutine[Any, Any, None]) -> None:
-    """Run `life` until `stop` is set, then cancel it; should it end before, raise what it raised."""
+    """Runs `life` until `stop` is set, then cancels it. If `life` fails before, raises its error."""
     living, stopped = asyncio.create_task(life), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((living, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -192,7 +192,7 @@ async def until_set(stop: asyncio.Event, life: Coroutine[Any, Any, None]) -> Non
 
 
 class _Process:
-    """A service's process, one after the other."""
+    """A service and its present process, which is replaced at each restart."""
 
     def __init__(self, service: Service, log_path: Path, ended: Callable[[_Process], None]) -> None:
         self.service = service
@@ -206,7 +206,9 @@ class _Process:
 
     @property
     def pause_s(self) -> float:
-        """Before it is started again: none for what had lived, or ends so soon for the first time."""
+        """Seconds to wait before the next start; 0 if the last process lived long enough, or ended early for the first
+        time.
+        """
         doublings = min(self._quick_deaths - 2, MAX_DOUBLINGS)
         return min(FIRST_PAUSE_S * 2.0**doublings, MAX_PAUSE_S) if self._quick_deaths > 1 else 0.0
 
@@ -215,7 +217,7 @@ class _Process:
         self._live(self._follow(self._child))
 
     def start_again(self, pause_s: float) -> None:
-        """`life` begins with the pause, which ends with it."""
+        """Starts the process again after a pause, which is part of the task `life`: cancelling the task ends it."""
         if not self._stopping:
             self._live(self._after(pause_s))
 
@@ -238,7 +240,7 @@ class _Process:
         )  # fmt: skip
 
     async def ending(self) -> int:
-        """After its end: the exit status. Children that it left behind are killed."""
+        """Returns the exit status of the process that has ended, and kills children that it left behind."""
         self._kill_group()
         age = asyncio.get_running_loop().time() - self._started_at
         self.num_ends += 1
@@ -246,12 +248,12 @@ class _Process:
         return await self.life
 
     def terminate(self) -> None:
-        """From now on its end is nobody's concern."""
+        """Sends SIGTERM. From now on the process's end is not reported."""
         self._stopping = True
         if self._child.returncode is None:
             self._child.terminate()
         elif not self.life.done():
-            self.life.cancel()  # it waits to be started again
+            self.life.cancel()  # the pause before its next start
 
     async def kill(self) -> None:
         self._kill_group()
@@ -265,7 +267,7 @@ class _Process:
             return
 
     async def _follow(self, child: asyncio.subprocess.Process) -> int:
-        """Copy its output to the log until it ends; its exit status."""
+        """Copies a child's output to the log until it ends. Returns its exit status."""
         assert child.stdout is not None
         with self._log_path.open("ab", buffering=0) as file, closing(LogOutput(file.fileno())) as log:
             while line := await _line_of(child.stdout):
@@ -276,7 +278,8 @@ class _Process:
     def _note(self, line: str) -> None:
         self.last_lines.append(line)
         if '"loading"' in line:
-            with suppress(ValueError, TypeError, KeyError, RecursionError):  # a library may print such a line, too
+            # A line of a library may look like the event.
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
                 event = json.loads(line)
                 self.loading = (int(event["done"]), int(event["total"]))
 
@@ -284,12 +287,12 @@ class _Process:
 async def _line_of(output: asyncio.StreamReader) -> bytes:
     try:
         return await output.readline()
-    except ValueError:  # it has dropped the line
+    except ValueError:  # readline has dropped the line
         return f"a line longer than {MAX_LINE} bytes is left out\n".encode()
 
 
 def threads_environment(threads: int) -> dict[str, str]:
-    """Idle threads sleep: another service may need their core."""
+    """Returns OpenMP's variables. Idle threads sleep, as another service may need their core."""
     return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -312,7 +315,7 @@ def _option(name: str, value: object) -> str:
 
 
 def _environment(service: Service) -> dict[str, str]:
-    """This process's, with no settings but the service's own and the secrets."""
+    """Returns this process's environment, with only the service's own settings and its secrets."""
     inherited = {name: value for name, value in os.environ.items() if not is_setting(name)}
     secrets = {f"TANDEM_{name}".upper(): str(service.settings[name]) for name in SECRETS & service.settings.keys()}
     return {**inherited, **threads_environment(service.threads), **service.environment, **secrets}

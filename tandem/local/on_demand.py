@@ -1,7 +1,7 @@
-"""Starts and stops the workers of models as gateways ask for them, with any launcher.
+"""Starts and stops models' workers on gateways' demand, with any launcher.
 
-Without a registry nothing is decided: who has not been heard of may be busy. What is told ends with TOLD_S, so gateways
-learn of this one's death; a wish of theirs ends likewise.
+Without the registry nothing is decided, as a model without reports may be busy. A status told to gateways expires after
+TOLD_S, so they notice this process's death; gateways' wishes expire likewise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOLD_S = 4.0
 
 
 class OnDemand:
-    """`run` it beside the launcher's `watch`."""
+    """Starts and stops models on demand. `run` it beside the launcher's `watch`."""
 
     def __init__(
         self, launcher: Launcher, registry: Registry, plan: WakePlan, report: Callable[[str], None],
@@ -32,11 +32,11 @@ class OnDemand:
         self._work: set[asyncio.Task[None]] = set()
 
     async def tell(self, ttl: float) -> None:
-        """Tell gateways what there is. Raises RegistryUnavailable."""
+        """Reports models' statuses to gateways and reads their use. Raises RegistryUnavailable."""
         self._plan.hear(await self._registry.on_demand.tell(self._plan.statuses(self._now()), ttl), self._now())
 
     async def run(self) -> None:
-        """Until cancelled; raises what a start or a stop has died of."""
+        """Starts and stops models until cancelled. Raises the error of a start or stop that failed unexpectedly."""
         try:
             while True:
                 with suppress(RegistryUnavailable):
@@ -66,7 +66,7 @@ class OnDemand:
                     if why := await self._launcher.given_up(names):
                         raise ServiceFailed(why)
                     await asyncio.sleep(LOOK_S)
-        except (OSError, ServiceFailed, TimeoutError) as error:  # a TimeoutError is an OSError: it says nothing itself
+        except (OSError, ServiceFailed, TimeoutError) as error:  # a TimeoutError is an OSError without a message
             why = str(error) or f"it was not ready after {self._start_bound_s:g} s"
             self._report(f"{model.name} could not be started: {why}")
             await self._launcher.stop(names)
@@ -81,7 +81,7 @@ class OnDemand:
         self._plan.asleep(model.name, self._now())
 
     async def _is_awake(self, model: OnDemandModel) -> bool:
-        """True once all its workers are there and each pair of them has moved a block."""
+        """True once all of the model's workers are registered and each pair of them has moved a block."""
         try:
             workers = await self._registry.workers()
         except RegistryUnavailable:

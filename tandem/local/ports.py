@@ -13,15 +13,15 @@ from pathlib import Path
 
 from tandem.hosts import address, listener
 
-NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # whatever the port
-_FIRST, _END = 10_240, 32_768  # Linux takes the ports of outgoing connections from 32,768 up
+NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # the host is not this machine's, at any port
+_FIRST, _END = 10_240, 32_768  # Linux gives outgoing connections ports from 32,768 up
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 for processes that will be started.
+    """Returns free ports of 127.0.0.1 for processes that will be started.
 
-    All processes of this user take them in turn, from below the range of outgoing connections: nobody else gets a
-    port between this call and the moment it is listened on.
+    All processes of this user take ports in turn, from below the range of outgoing connections: no other process gets
+    a port between this call and the moment it is listened on.
 
     Raises:
         OSError: every port is taken.
@@ -51,17 +51,17 @@ def _is_free(port: int) -> bool:
 
 
 def check_free(addresses: Mapping[str, tuple[str, int]]) -> None:
-    """Checks that all of these can be listened on at once.
+    """Checks that all of these addresses can be listened on together.
 
     Raises:
-        ValueError: one cannot; by its name in `addresses`.
+        ValueError: an address cannot be listened on; the error has its name in `addresses`.
     """
     with ExitStack() as probes:
         for name, (host, port) in addresses.items():
             try:
                 probes.enter_context(listener(host, port))
             except OSError as error:
-                if error.errno is None:  # there is no such host
+                if error.errno is None:  # the host is unknown
                     raise ValueError(str(error)) from None
                 option = "--host" if error.errno in NOT_HERE else name
                 why = os.strerror(error.errno)

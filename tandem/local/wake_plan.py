@@ -1,12 +1,12 @@
-"""Decides which of the models that start on demand have workers; knows no process and no clock.
+"""Decides which on-demand models have workers. The plan knows no processes and no clock.
 
-    asleep ──(wanted, and there is room)──> starting ──> awake ──(idle, or room is wanted)──> stopping ──> asleep
+    asleep ──(wanted, and there is room)──> starting ──> awake ──(idle, or room is needed)──> stopping ──> asleep
       │                                        │           ^                                     │
       │<──(its pause is over)── failed <───────┘           └──(idle, and used after all)─────────┘
 
-One that stops is told to gateways first, and has SETTLE_S for what they began before they knew. Who has waited longest
-starts first. Room is made by the one that was used least recently; one that is in use keeps its place for TURN_S, so
-that two which are both wanted take turns.
+A stop is reported to gateways first; the model then has SETTLE_S for the requests they began before. The model wanted
+for longest starts first. The model used least recently makes room; a model in use keeps its place for TURN_S, so that
+two models which are both wanted take turns.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from dataclasses import dataclass
 from tandem.cluster import Service
 from tandem.registry import ModelStatus, ModelUse, Wakefulness
 
-# Gateways say at least once a second what they use, and more often what they want.
+# Gateways report at least once a second the models they use, and more often the models they want.
 IN_USE_S, SETTLE_S = 3.0, 2.0
 TURN_S = 30.0
-# Whoever was told when to come back finds it started, though it had to wait for another's turn.
+# How long a wish lasts: a client that was told when to come back finds the model started, even after another's turn.
 WISH_S = 60.0
-# One that stops to make room may end what it runs.
+# How long a model that stops to make room may finish its requests.
 DRAIN_S = 30.0
-FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 300.0  # after a start that failed; twice as long each time
+FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 300.0  # after a failed start; twice as long each time
 LONG_AGO = float("-inf")
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class OnDemandModel:
-    """A model and its workers."""
+    """A model that starts on demand, and its workers."""
 
     name: str
     services: tuple[Service, ...]
-    idle_s: float  # it stops after so long without a request
-    memory: int  # bytes of all its workers
-    start_s: float  # how long its first start is likely to take
+    idle_s: float  # seconds without a request after which it stops
+    memory: int  # bytes that all its workers need
+    start_s: float  # expected seconds of its first start
 
 
 @dataclass(frozen=True, slots=True)
 class WakeBudget:
-    """The most that those which are not asleep may take at once; None: without bound."""
+    """The most that all models which are not asleep may take together; None: unlimited."""
 
     models: int | None = None
     memory: int | None = None
@@ -54,7 +54,7 @@ class WakeBudget:
 
 @dataclass(slots=True)
 class _ModelLife:
-    """One model's."""
+    """The state of one model."""
 
     model: OnDemandModel
     since: float
@@ -62,12 +62,12 @@ class _ModelLife:
     ran_at: float = LONG_AGO
     wanted_at: float = LONG_AGO
     wanted_since: float = LONG_AGO
-    start_s: float = 0.0  # of the last start
-    num_failed: int = 0  # starts, one after another
-    served_at: float = LONG_AGO  # when those who wanted it until then had it, or heard that it failed
-    room_s: float = 0.0  # how long it may take until there is room for it
-    makes_room: bool = False  # why it stops
-    ending: bool = False  # its workers are told to stop
+    start_s: float = 0.0  # seconds of the last start
+    num_failed: int = 0  # failed starts in a row
+    served_at: float = LONG_AGO  # when the wishes up to then were met: it was awake, or had failed
+    room_s: float = 0.0  # expected seconds until there is room for it
+    makes_room: bool = False  # it stops to make room, not because it is idle
+    ending: bool = False  # its workers have been told to stop
     reason: str = ""
 
     @property
@@ -101,7 +101,10 @@ class _ModelLife:
 
 
 class WakePlan:
-    """`hear`, then `decide`; what was decided is answered by `awake`, `failed` or `asleep`. Times are of one clock."""
+    """The plan.
+
+    Call `hear`, then `decide`; report the outcome by `awake`, `failed` or `asleep`. All times: one clock.
+    """
 
     def __init__(self, models: Iterable[OnDemandModel], room: WakeBudget, now: float) -> None:
         self._lives = {model.name: _ModelLife(model, now) for model in models}
@@ -118,7 +121,7 @@ class WakePlan:
         ]
 
     def decide(self, now: float) -> tuple[list[OnDemandModel], list[OnDemandModel]]:
-        """Those to start now, and those to stop."""
+        """Returns the models to start now, and the models to stop."""
         stopping = [life.model for life in self._lives.values() if self._is_to_end(life, now)]
         return self._to_start(now), stopping
 
@@ -164,11 +167,11 @@ class WakePlan:
                 life.turn(Wakefulness.STARTING, now)
                 found.append(life.model)
             else:
-                break  # none overtakes it, or a large one might never start
+                break  # later wishes do not overtake this one, or a large model might never start
         return found
 
     def _has_room(self, life: _ModelLife, now: float) -> bool:
-        """If there is none, one stops that may."""
+        """True if there is room for the model. If not, begins to stop models that may make room."""
         taken = [one for one in self._lives.values() if one.state not in (Wakefulness.ASLEEP, Wakefulness.FAILED)]
         if self._room.holds([life.model, *(one.model for one in taken)]):
             return True

@@ -1,25 +1,25 @@
-"""Python's search for garbage, which finds none where nothing has ended yet, and costs half of a process' start."""
+"""Python's cyclic garbage collection, which finds nothing during a process's start, but would take half its time."""
 
 import ctypes
 import gc
 import sys
 
-# Objects made and not yet gone that it takes for a search. Python's own 700 are a handful of requests, which all still
-# run: a fifth of a gateway's time went into finding nothing.
+# The number of new objects that triggers a collection. Python's default of 700 is a handful of running requests: a
+# gateway spent a fifth of its time in collections that found nothing.
 YOUNG = 50_000
 
 
 def starting() -> None:
-    """Called before anything large is imported: no search until `settled`."""
+    """Disables collection until `settled`. To be called before anything large is imported."""
     gc.disable()
 
 
 def settled() -> None:
-    """All is made that a process is made of: it stays to the end, and to look for garbage there would stop every
-    request for 0.1 s.
+    """Enables collection, but excludes all objects made so far: they stay to the end, and to search them would stop
+    every request for 0.1 s.
 
-    From now on the thread's event loop keeps no list of the asynchronous generators that run, which costs each of a
-    request's as much as what it does. Who makes one closes it; those that nobody has closed the loop still does.
+    From now on the thread's event loop keeps no list of running asynchronous generators, which would double the cost of
+    each. Code that makes a generator closes it; generators left open are still closed by the loop.
     """
     sys.set_asyncgen_hooks(firstiter=None)
     gc.collect()
@@ -29,9 +29,9 @@ def settled() -> None:
 
 
 def let_go(error: BaseException) -> None:
-    """Drops the tracebacks of an error that was answered, and of those that led to it.
+    """Drops the tracebacks of an error that was answered, and of the errors that led to it.
 
-    Their frames hold the request's body, and often the error itself: a cycle that stays until garbage is looked for.
+    Their frames hold the request's body, and often the error itself: a cycle that would stay until a collection.
     """
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -41,6 +41,6 @@ def let_go(error: BaseException) -> None:
 
 
 def give_back() -> None:
-    """Returns to the system what was freed and lies between what is in use. Takes milliseconds: call it on a thread."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc's
+    """Returns freed memory between used blocks to the system. Takes milliseconds: call it on a thread."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc only
         trim(0)

@@ -1,8 +1,8 @@
-"""Folders of the user that a process runs as, who may have no home, none that can be written to, and no name.
+"""Folders of the process's user, who may have no home, no writable home, and no name.
 
-$XDG_CACHE_HOME, else ~/.cache           what can be made again: kernels, fetched models
+$XDG_CACHE_HOME, else ~/.cache           what can be recreated: kernels, fetched models
 $XDG_STATE_HOME, else ~/.local/state     which clusters run
-<temporary folder>/tandem-<uid>          in the place of a home that is missing or cannot be written to
+<temporary folder>/tandem-<uid>          in place of a home that is missing or not writable
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path:
-    """Returns the folder of that name in Tandem's cache; it may not be there yet."""
+    """Returns the folder of that name in Tandem's cache; it may not exist yet."""
     return _folder("XDG_CACHE_HOME", ".cache", name)
 
 
 def state_folder(name: str) -> Path:
-    """Returns the folder of that name in Tandem's state; it may not be there yet."""
+    """Returns the folder of that name in Tandem's state; it may not exist yet."""
     return _folder("XDG_STATE_HOME", ".local/state", name)
 
 
 def provide_home() -> None:
-    """Names a home and a user in this process's environment, and so in its children's, where there are none.
+    """Sets a home and a user in this process's environment, and so in its children's, if they are missing.
 
-    Libraries ask for them, and end with an error or write to a folder that is called ~.
+    Without them libraries fail, or write to a folder named ~.
     """
     if _home() is None:
         os.environ["HOME"] = str(_in_place_of_home())
     try:
         getuser()
-    except (KeyError, OSError):  # the latter from Python 3.13 on
+    except (KeyError, OSError):  # OSError from Python 3.13 on
         os.environ["USER"] = f"uid-{os.getuid()}"
 
 
@@ -48,7 +48,7 @@ def _folder(variable: str, below_home: str, name: str) -> Path:
 
 
 def _home() -> Path | None:
-    """Returns the user's home; none where it is unknown, is nowhere, or is the root that others own."""
+    """Returns the user's home; None if it is unknown, does not exist, or is a root folder of another user."""
     try:
         home = Path.home()
     except RuntimeError:
@@ -58,7 +58,7 @@ def _home() -> Path | None:
 
 
 def _can_write(folder: Path) -> bool:
-    """True if it can be written to, or be made."""
+    """True if the folder is writable, or can be made."""
     there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
     return os.access(there, os.W_OK | os.X_OK)
 
@@ -73,5 +73,5 @@ def _in_place_of_home() -> Path:
         if stat.S_ISDIR(said.st_mode) and said.st_uid == os.getuid() and not said.st_mode & 0o022:
             return place
     except OSError:
-        pass  # another's file has this name
+        pass  # another user's file has this name
     return Path(tempfile.mkdtemp(prefix="tandem-home-"))

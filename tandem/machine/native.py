@@ -1,7 +1,7 @@
-"""From a C source beside its module to a shared library, compiled once per machine.
+"""Compilation of a C source beside its module into a shared library, once per machine.
 
 1 check    the CPU has the instructions
-2 find     <cache>/tandem/kernels/<hash of source, headers and flags>.so, the cache being XDG_CACHE_HOME or ~/.cache
+2 find     <cache>/tandem/kernels/<hash of source, headers and flags>.so; <cache>: XDG_CACHE_HOME or ~/.cache
 3 compile  with the `ziglang` wheel, gcc or clang, into a name of its own, then rename: concurrent builders do no harm
 """
 
@@ -23,7 +23,7 @@ _TIMEOUT_S = 120.0
 
 
 class NotCompiled(RuntimeError):
-    """There can be no library here; says why."""
+    """The library cannot be made on this machine; the message says why."""
 
 
 def compiled(
@@ -34,9 +34,9 @@ def compiled(
     cache: Path | None = None,
     cpu: Set[str] | None = None,
 ) -> Path:
-    """The library made of `source` for a CPU with `instructions` (as /proc/cpuinfo spells them), kept in `cache`.
+    """Returns the library of `source` for a CPU with `instructions` (as /proc/cpuinfo spells them), kept in `cache`.
 
-    `also`: instructions to use if the CPU has them all. `cpu`: all that the CPU has; by default, this one.
+    `also`: instructions to use if the CPU has them all. `cpu`: the CPU's instructions; default: this CPU's.
 
     Raises NotCompiled.
     """
@@ -51,7 +51,7 @@ def compiled(
 
 
 def cpu_instructions() -> frozenset[str]:
-    """Instruction sets of this CPU as /proc/cpuinfo spells them; empty without that file."""
+    """Returns this CPU's instruction sets as /proc/cpuinfo spells them; empty without that file."""
     try:
         return frozenset(
             Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\nflags")[2].partition("\n")[0].split()
@@ -61,7 +61,7 @@ def cpu_instructions() -> frozenset[str]:
 
 
 def machine_flag(instruction: str) -> str:
-    """A compiler's: -mavx512bf16, but -mamx-bf16."""
+    """Returns the compiler's flag for an instruction set: -mavx512bf16, but -mamx-bf16."""
     return "-m" + instruction.replace("_", "-" if instruction.startswith("amx") else "")
 
 
@@ -82,7 +82,7 @@ def _found_or_made(source: Path, flags: Sequence[str], cache: Path) -> Path:
 
 
 def compile_library(source: Path, flags: Sequence[str], output: Path) -> Path:
-    """Tries each compiler in turn; NotCompiled says what the last one complained of."""
+    """Compiles with the first compiler that succeeds. Raises NotCompiled with the last compiler's error."""
     problem = "no C compiler found: install the ziglang wheel, gcc or clang"
     for compiler in compilers():
         command = [*compiler, *_FLAGS, *flags, str(source), "-o", str(output), "-lm"]
@@ -94,6 +94,6 @@ def compile_library(source: Path, flags: Sequence[str], output: Path) -> Path:
 
 
 def compilers() -> list[list[str]]:
-    """Commands that compile C here, best first."""
+    """Returns the commands that compile C here, best first."""
     found = [[path] for name in ("gcc", "clang") if (path := shutil.which(name))]
     return [*found, [sys.executable, "-m", "ziglang", "cc"]] if find_spec("ziglang") else found

@@ -1,6 +1,6 @@
-"""CPUs and memory that a process may use: the machine's, less what affinity and cgroups (v1 and v2) hold back.
+"""CPUs and memory that a process may use: the machine's, within its affinity and its cgroups' limits (v1 and v2).
 
-A limit may lie anywhere between a process's own cgroup and the root that it sees: the smallest counts.
+Any cgroup from the process's own up to the root that it sees may have a limit: the smallest counts.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from math import ceil
 from pathlib import Path, PurePosixPath
 
 PROC = Path("/proc")
-V2 = ""  # in the place of a controller: v2 has one tree for all
+V2 = ""  # in place of a controller's name: v2 has one tree for all controllers
 
 
 def usable_cpus(proc: Path = PROC) -> int:
-    """Returns how many CPUs there are to compute on; a part of one counts as one."""
+    """Returns the number of CPUs to compute on, rounded up."""
     return min([len(os.sched_getaffinity(0)), *(max(1, ceil(quota)) for quota in _cpu_quotas(proc))])
 
 
 def usable_memory(proc: Path = PROC) -> int:
-    """Returns how many bytes the processes of this machine, or of this container, may have in all."""
+    """Returns the bytes of memory that the processes of this machine, or container, may have together."""
     lines = map(str.split, (proc / "meminfo").read_text(encoding="utf-8").splitlines())
     total = next(int(words[1]) * 1024 for words in lines if words[0] == "MemTotal:")
     return min([total, *_memory_limits(proc)])
 
 
 def _cpu_quotas(proc: Path) -> Iterator[float]:
-    """Yields each as a number of CPUs. Where there is none, files hold `max 100000`, or -1."""
+    """Yields each CPU quota as a number of CPUs. Files without a quota contain `max 100000`, or -1."""
     said = [_words(folder / "cpu.max") for folder in _cgroups(V2, proc)]
     for folder in _cgroups("cpu", proc):
         said.append(_words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us"))
@@ -37,7 +37,7 @@ def _cpu_quotas(proc: Path) -> Iterator[float]:
 
 
 def _memory_limits(proc: Path) -> Iterator[int]:
-    """Yields each in bytes. Where there is none, files hold `max`, or more than any machine has."""
+    """Yields each memory limit in bytes. Files without a limit contain `max`, or more than any machine has."""
     files = [folder / "memory.max" for folder in _cgroups(V2, proc)]
     files += [folder / "memory.limit_in_bytes" for folder in _cgroups("memory", proc)]
     yield from (int(word) for file in files for word in _words(file) if word.isdigit())
@@ -59,7 +59,9 @@ def _cgroups(controller: str, proc: Path) -> Iterator[Path]:
 
 
 def _upwards(own: PurePosixPath, root: PurePosixPath, point: Path) -> Iterator[Path]:
-    """Yields folders below a mount point. What is mounted there may be the cgroup itself, named as outside of here."""
+    """Yields folders from `own` up to a mount point, which may be the cgroup itself, under its name outside the
+    container.
+    """
     inside = own.relative_to(root) if own.is_relative_to(root) else PurePosixPath()
     yield from (point / part for part in (inside, *inside.parents))
 
@@ -69,7 +71,7 @@ def _words(file: Path) -> list[str]:
 
 
 def _lines(file: Path) -> list[str]:
-    """Returns none where there is no such file."""
+    """Returns a file's lines; none if it does not exist."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Parts of any process: logs, threads, children, a watch over its loop, a report of what it holds. Anyone may enter.
+"""Parts of any process: logs, threads, child processes, a watchdog of its loop, an integrity report. Anyone may enter.
 
-`from tandem.process import telemetry` brings the OpenTelemetry SDK, so that it is a module by itself; so are
-`metrics_server` and `certificate`, which bring prometheus_client.
+`telemetry` imports the OpenTelemetry SDK, and `metrics_server` and `certificate` import prometheus_client, so these
+three are imported as modules by themselves.
 """
 
 from tandem.process.child_process import dying_with_parent

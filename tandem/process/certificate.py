@@ -1,4 +1,4 @@
-"""When a process's TLS certificate ends, as Prometheus asks: files may be renewed at any time. A module by itself."""
+"""The expiry of a process's TLS certificate, read at each scrape, as files may be renewed. A module by itself."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def watch(registry: CollectorRegistry, tls: TLS | None) -> None:
 
 
 def expiry_of(tls: TLS) -> float:
-    """Unix seconds; 0 for a certificate that its CA's clients refuse, such as one that has ended.
+    """Returns the expiry in Unix seconds; 0 for a certificate that its CA's clients refuse, such as an expired one.
 
-    The standard library reads certificates of peers only: here one end of a connection in memory meets the other.
+    The standard library reads only peers' certificates, so this makes a TLS connection in memory between two ends.
     """
     try:
         server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,4 +1,7 @@
-"""Child processes that never outlive their parent, however it ends. Linux only; elsewhere they are ordinary ones."""
+"""Child processes that never outlive their parent, however it ends.
+
+Linux only; elsewhere they are ordinary children.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-# The child asks for its own death before it becomes the program, and is gone already if its parent was quicker.
+# Before the child executes the program, it asks to be killed with its parent, and exits if its parent has ended
+# already.
 _SHIM = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -17,5 +21,5 @@ if os.getppid() == int(sys.argv[1]):
 
 
 def dying_with_parent(program: str, *arguments: str) -> Sequence[str]:
-    """The command line that runs `program` so; it dies with the thread that started it."""
+    """Returns the command line that runs `program` such that it dies with the thread that started it."""
     return [sys.executable, "-ISc", _SHIM, str(os.getpid()), program, *arguments]

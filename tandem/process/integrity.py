@@ -1,10 +1,10 @@
-"""The resources that a process holds, and those that nothing accounts for: one report, the same of every process.
+"""The integrity report of any process: the resources that it holds, and those that nothing accounts for.
 
-    held         what -> how many, at this moment
-    violations   each names one thing and what is wrong with it; none is what should be
+    held         resource -> how many are held now
+    violations   each names one resource and what is wrong with it; there should be none
 
-Answered by gRPC (integrity_service.py), as JSON at /debug/integrity where a process speaks HTTP, and gathered by
-`tandem doctor --integrity`.
+Processes answer it by gRPC (integrity_service.py), and as JSON at /debug/integrity if they speak HTTP.
+`tandem doctor --integrity` collects the reports.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Look: TypeAlias = Callable[[], Awaitable[IntegrityReport]]
 
 
 async def lasting(look: Look) -> IntegrityReport:
-    """Requests come and go while their parts are looked at in turn: only what two looks find is wrong."""
+    """Returns a report with only the violations that two looks find, as requests begin and end during a look."""
     first = await look()
     if not first.violations:
         return first

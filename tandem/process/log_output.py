@@ -1,6 +1,6 @@
-"""A text stream for logs. Writing to it never raises and never waits, whatever became of the place they go to.
+"""A text stream for logs. Writing never raises and never blocks, whatever the state of its file or pipe.
 
-write ──> kept ──> descriptor      no room, as in a pipe that nobody reads: kept, and tried again by a thread
+write ──> kept ──> descriptor      no room, as in a full pipe without a reader: kept, and a thread tries again
                                    refused, as on a full disk, or too many are kept: lost, and counted
                                    before the next line that can be written: how many were lost, and why
 """
@@ -28,12 +28,12 @@ def plain_notice(lines: int, reason: str) -> str:
 
 
 def descriptor_of(stream: TextIO | None) -> int:
-    """Its descriptor; one of nowhere where it was closed before Python began, whose number others now have."""
+    """Returns a stream's descriptor; /dev/null if the stream is None: it was closed before Python began."""
     return stream.fileno() if stream else os.open(os.devnull, os.O_WRONLY)
 
 
 class LogOutput:
-    """Lines to a descriptor, which stays its opener's. From any thread, and from finalizers that run within a write."""
+    """Writes lines to a descriptor, which it does not close. For any thread, and finalizers that run within a write."""
 
     encoding = "utf-8"
 
@@ -41,13 +41,13 @@ class LogOutput:
         self._descriptor = descriptor
         self._notice = notice
         self._kept: deque[bytes] = deque()
-        self._together = 0  # blocks that are to be over first
-        self._begun = False  # the first that is kept is the rest of a line
-        self._torn = False  # what was written last is no whole line
+        self._together = 0  # number of open `together` blocks; lines wait for their end
+        self._begun = False  # the first kept line is partly written
+        self._torn = False  # the last line written is incomplete
         self._lost, self._reason = 0, ""
         self._writing = threading.Lock()
         self._retrying: threading.Thread | None = None
-        self._polled = self._make_poll()  # by who writes; others wait by one of their own
+        self._polled = self._make_poll()  # the writer's; threads that wait make their own
 
     def write(self, text: str) -> int:
         self.write_bytes(text.encode(errors="backslashreplace"))
@@ -63,7 +63,7 @@ class LogOutput:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Writes the lines of a block at its end, several at once. For one thread, whose block is short."""
+        """Writes the lines of a short block together at its end. For one thread."""
         self._together += 1
         try:
             yield
@@ -72,7 +72,7 @@ class LogOutput:
             self._write_kept()
 
     def flush(self) -> None:
-        """Do nothing: what can be written has been."""
+        """Does nothing: all that can be written has been written."""
 
     def isatty(self) -> bool:
         return os.isatty(self._descriptor)
@@ -81,12 +81,15 @@ class LogOutput:
         return self._descriptor
 
     def close(self) -> None:
-        """Give what is kept a last chance, in bounded time. The descriptor stays open."""
+        """Tries once more to write kept lines, in bounded time. The descriptor stays open."""
         while self._kept and self._room(WAIT_MS):
             self._write_kept()
 
     def _write_kept(self) -> None:
-        """One writes for all: a thread that finds another at it leaves, so that none waits for itself either."""
+        """Writes kept lines.
+
+        If another thread is writing, it writes these lines, too, so that no thread waits, even for itself.
+        """
         while self._kept and self._writing.acquire(blocking=False):
             try:
                 room = self._write_while_room()
@@ -104,10 +107,10 @@ class LogOutput:
         return True
 
     def _room(self, wait_ms: int = 0) -> bool:
-        """True for a descriptor that is broken, too: writing says how."""
+        """Returns True if writing will not block; also for a broken descriptor, as writing then raises the error."""
         try:
             return bool((self._make_poll() if wait_ms else self._polled).poll(wait_ms))
-        except OSError:  # a process that may have no descriptors
+        except OSError:  # the process has no descriptors left
             return True
 
     def _make_poll(self) -> select.poll:
@@ -127,7 +130,7 @@ class LogOutput:
             self._torn, self._begun = self._torn or self._begun, False
 
     def _write_first(self) -> None:
-        """As many lines as CHUNK has room for, or the beginning of one."""
+        """Writes as many lines as fit into CHUNK, or the beginning of one line."""
         lines = [self._kept[0]]
         size = len(lines[0])
         while len(lines) < len(self._kept) and (size := size + len(self._kept[len(lines)])) <= CHUNK:
@@ -158,7 +161,7 @@ class LogOutput:
             self._retrying = threading.Thread(target=self._retry, name="log-output", daemon=True)
             try:
                 self._retrying.start()
-            except RuntimeError:  # no more threads: the next write tries again
+            except RuntimeError:  # no thread can be started: the next write tries again
                 self._retrying = None
 
     def _retry(self) -> None:
@@ -166,4 +169,4 @@ class LogOutput:
             if self._room(WAIT_MS):
                 self._write_kept()
         self._retrying = None
-        self._write_kept()  # what came before the line above and left it to this thread
+        self._write_kept()  # lines that came before `_retrying` was reset, and were left to this thread

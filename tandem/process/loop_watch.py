@@ -1,4 +1,4 @@
-"""The end of a process whose event loop does not turn: nobody in it could notice, and its peers wait."""
+"""A watchdog that ends a process whose event loop is blocked: its own code could not notice, and its peers wait."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ STALL_S = 20.0
 
 @asynccontextmanager
 async def ends_where_it_stands_still() -> AsyncIterator[None]:
-    """Inside, the process ends with status 1 and a traceback where the running loop has not turned for STALL_S.
+    """Ends the process with status 1 and a traceback if the running loop is blocked for STALL_S inside the block.
 
-    Needs no lock of the interpreter: code that holds it for ever cannot hold this up.
+    The watchdog does not need the GIL, so code that holds the GIL for ever cannot stop it.
 
     Raises:
-        OSError: in the place of what it was cancelled in: the system has no thread left to watch with.
+        OSError: the system cannot start another thread for the watchdog; raised in the task, which is cancelled.
     """
     turning, inside = asyncio.create_task(_say_that_it_turns()), asyncio.current_task()
     assert inside is not None
@@ -46,10 +46,10 @@ async def _say_that_it_turns() -> None:
 
 @contextmanager
 def _never_full() -> Iterator[int]:
-    """Stderr; where that is a pipe that nobody reads, what has no room is lost: it must not hold up the end."""
+    """Yields stderr made non-blocking: a full pipe loses the traceback rather than delay the end."""
     try:
         descriptor = os.open("/proc/self/fd/2", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
-    except OSError:  # a socket, or none
+    except OSError:  # stderr is a socket, or closed
         yield 2
         return
     try:

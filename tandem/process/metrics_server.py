@@ -1,4 +1,4 @@
-"""A process's metrics over HTTP, on a thread of its own. A module by itself: it brings prometheus_client."""
+"""A process's metrics over HTTP, on a thread of its own. A module by itself, as it imports prometheus_client."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tandem.process.integrity import IntegrityReport
 def serving(
     registry: CollectorRegistry, integrity: Callable[[], IntegrityReport], host: str, port: int | None
 ) -> Iterator[int]:
-    """Inside, http://host:port answers at /metrics and /debug/integrity; the port is 0 where there is to be none.
+    """Serves /metrics and /debug/integrity at http://host:port inside the block. Yields the port; 0 if `port` is None.
 
     `integrity` is called on the server's thread, as collectors are.
 
     Args:
-        port: 0 takes a free one.
+        port: 0: a free one; None: no server.
 
     Raises:
         OSError: the address cannot be bound.
@@ -43,9 +43,12 @@ def serving(
 
 
 def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """As the header `accept` asks for it, and its content type. Only OpenMetrics has exemplars."""
+    """Returns the metrics in the format that the header `accept` asks for, and its content type.
+
+    Exemplars: OpenMetrics only.
+    """
     kinds = (part.partition(";")[0].strip() for part in accept.split(","))
-    if "application/openmetrics-text" in kinds:  # not by prometheus_client's own choice: there vllm:x becomes vllm_x
+    if "application/openmetrics-text" in kinds:  # not prometheus_client's own choice, which renames vllm:x to vllm_x
         text: bytes = openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
         return text, openmetrics.CONTENT_TYPE_LATEST
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4

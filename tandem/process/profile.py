@@ -1,7 +1,7 @@
-"""Samples what every thread of this process does, from within, as a file that speedscope reads.
+"""A sampling profiler of this process's threads, from within, which makes a file for speedscope.
 
-No other process looks into it, so a container that forbids ptrace may be profiled. A sample costs well under a
-millisecond; threads that wait are seen too, and say in what.
+No other process is needed, so a container that forbids ptrace can be profiled. A sample costs well under a millisecond;
+waiting threads are sampled, too, with the place where they wait.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
 
 class Profiler:
-    """One profile at a time."""
+    """Takes profiles, one at a time."""
 
     def __init__(self) -> None:
         self._running = threading.Lock()
 
     def profile(self, seconds: float, name: str) -> bytes:
-        """Take samples for so long; blocks its thread.
+        """Takes samples for `seconds`, and blocks its thread for that time. Returns the profile.
 
         Raises:
-            ValueError: not that long.
+            ValueError: `seconds` is out of range.
             RuntimeError: another profile is being taken.
         """
         if not 0 < seconds <= MAX_S:
@@ -43,7 +43,7 @@ class Profiler:
 
 
 class _Samples:
-    """Stacks of each thread, outermost frame first, as indices of `frames`."""
+    """The sampled stacks of each thread, outermost frame first, as indices into `frames`."""
 
     def __init__(self) -> None:
         self.frames: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
-"""The spans of a process's latest traces, in bounded memory, and which traces are recorded at all.
+"""The spans of a process's latest traces, in bounded memory, and the choice of traces to record.
 
-A span costs as much as several tokens, so without a collector at most so many traces begin in a second; a worker
-records those that its gateway does.
+A span costs as much as several tokens, so without a collector a bounded number of traces begin per second; a worker
+records the traces that its gateway records.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanContext, SpanKind, Tracer, TraceState
 from opentelemetry.util.types import Attributes
 
-# A span and each of its events is a record of about 1 KiB.
+# A span is one record, and each of its events another, of about 1 KiB each.
 MAX_RECORDS = 20_000
-MAX_EVENTS = 2048  # of a span; those before are dropped
+MAX_EVENTS = 2048  # most events of a span; earlier events are dropped
 TRACES_PER_S = 20
 UNRECORDED = nullcontext(INVALID_SPAN)
 
 
 class RecentSpans(SpanProcessor):
-    """Forgets the oldest trace first. Any thread may end a span, and ask."""
+    """The latest spans; the oldest trace is dropped first. Thread-safe."""
 
     def __init__(self, max_records: int = MAX_RECORDS) -> None:
         self._max_records = max_records
@@ -45,13 +45,13 @@ class RecentSpans(SpanProcessor):
                 self._num_records -= sum(map(_records, forgotten))
 
     def encoded(self, trace_id: int) -> bytes:
-        """A trace's spans, as OpenTelemetry's TracesData; none if it is forgotten."""
+        """Returns a trace's spans, as OpenTelemetry's TracesData; no spans if the trace was dropped."""
         with self._lock:
             spans = list(self._traces.get(trace_id, ()))
         return encode_spans(spans).SerializeToString()
 
     def find(self, said: Mapping[str, str]) -> SpanContext | None:
-        """The latest span with these attributes."""
+        """Returns the latest span with these attributes; None without one."""
         with self._lock:
             spans = [span for spans in reversed(self._traces.values()) for span in reversed(spans)]
         holds = (span for span in spans if said.items() <= (span.attributes or {}).items())
@@ -64,11 +64,12 @@ def _records(span: ReadableSpan) -> int:
 
 
 class TraceSampling(Sampler):
-    """Records what its caller's process records; of traces that begin here, `ratio`, and `per_s` at most.
+    """Records the traces that the caller's process records; of traces that begin here, the part `ratio`, at most
+    `per_s`.
 
     Args:
-        per_s: None where a collector gets them: then a client's own decision counts, too.
-        begins: whether clients call this process: they do not decide what it spends.
+        per_s: None if a collector gets the traces: then a client's own decision to record counts, too.
+        begins: clients call this process, so traces begin here.
     """
 
     def __init__(self, per_s: int | None, begins: bool, now: Callable[[], float]) -> None:
@@ -87,7 +88,7 @@ class TraceSampling(Sampler):
         return SamplingResult(decision, attributes, parent.trace_state)
 
     def begins_none(self) -> bool:
-        """True while no trace begins here, whatever its id."""
+        """True while no new trace is recorded here, whatever its id."""
         if not self._begins or not self.ratio:
             return True
         return self._per_s is not None and len(self._begun) == self._per_s and self._begun[0] > self._now() - 1
@@ -107,8 +108,9 @@ class TraceSampling(Sampler):
 
 
 class SparingProvider(TracerProvider):
-    """Gives tracers that make no span of a trace which is not recorded: the SDK's own makes one, with an id for nobody,
-    at the cost of a tenth of a request."""
+    """A provider whose tracers make no spans of unrecorded traces: the SDK's tracers make an unused span with an id, at
+    a tenth of a request's cost.
+    """
 
     def __init__(self, sampling: TraceSampling, **options: Any) -> None:
         super().__init__(sampler=sampling, **options)

@@ -1,9 +1,9 @@
-"""Settings that a running process takes over: a file that it follows, and what operators set for a while.
+"""Settings that change while a process runs: by a file that it follows, and by operators for a limited time.
 
     its start's settings  <  the file `followed`, JSON: {"max_queued": 64, …}  <  `tandem set`, until its time is over
 
-The file is the truth: what is set over it goes by itself. A file that turns bad changes nothing, loudly, and each
-change is a line of the log that says who and what.
+The file is the source of truth: an operator's change expires by itself. A malformed file changes nothing and is logged;
+each change is logged with its author.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ S = TypeVar("S", bound=Settings)
 
 
 class RunningSettings(Generic[S]):
-    """Run `run` as a task. `apply` is called with the settings in force, at each change."""
+    """Settings that may change, which `run` follows. `apply` is called with the settings in force at each change."""
 
     def __init__(
         self, base: S, file: Path | None, may_change: frozenset[str], apply: Callable[[S], None],
@@ -35,23 +35,24 @@ class RunningSettings(Generic[S]):
     ) -> None:  # fmt: skip
         """
         Args:
-            is_shared: the file also has settings of other services, which are not looked at.
+            is_shared: the file also has settings of other services, which are ignored.
 
         Raises:
-            OSError, ValueError: the file is not there, or malformed.
+            OSError, ValueError: the file is missing or malformed.
         """
         self._base, self._file, self._may_change, self._apply = base, file, may_change, apply
         self._is_shared = is_shared
         self._content = file.read_bytes() if file else b"{}"
         self._of_file = self._parsed(self._content)
-        self._overrides: dict[str, tuple[Any, float]] = {}  # until when, on the event loop's clock
+        # Setting: (value, when it expires on the event loop's clock).
+        self._overrides: dict[str, tuple[Any, float]] = {}
         self._problem = ""
         self._thread = WorkThreads("settings", 1)
         self.in_force = self._merged(self._of_file, {})
         apply(self.in_force)
 
     def override(self, changes: Mapping[str, Any], ttl_s: float, by: str) -> None:
-        """Set these for so long; null returns one to what the file says.
+        """Sets settings for `ttl_s` seconds; None returns a setting to the file's value.
 
         Raises:
             ValueError: what is wrong, in one line.
@@ -66,13 +67,13 @@ class RunningSettings(Generic[S]):
         self._take_over(merged, by, ttl_s)
 
     def report(self) -> dict[str, Any]:
-        """Give the settings in force, and for how long those that were set still are."""
+        """Returns the settings in force, and the remaining seconds of those that operators set."""
         now, values = asyncio.get_running_loop().time(), self.in_force.model_dump(mode="json")
         left = {name: round(until - now, 1) for name, (_, until) in self._overrides.items()}
         return {"settings": {name: values[name] for name in sorted(self._may_change)}, "ttl_s": left}
 
     async def run(self) -> None:
-        """Follow the file, and the end of what was set, until cancelled."""
+        """Follows the file, and ends what operators set in time, until cancelled."""
         while True:
             await asyncio.sleep(FOLLOW_S)
             now = asyncio.get_running_loop().time()
@@ -99,9 +100,10 @@ class RunningSettings(Generic[S]):
                 log.error("settings cannot be read: those before stay in force", error=self._problem)
 
     def _parsed(self, content: bytes) -> dict[str, Any]:
-        """
+        """Parses the file's settings.
+
         Raises:
-            ValueError
+            ValueError: the file is malformed.
         """
         found = json.loads(content)
         if not isinstance(found, dict):

@@ -1,8 +1,8 @@
-"""Traces and logs. With recent_spans.py all that knows the OpenTelemetry SDK; everyone else uses its API.
+"""Traces and logs. Only this module and recent_spans.py use the OpenTelemetry SDK; all others use its API.
 
-The latest traces are remembered here. They leave by OTLP when OpenTelemetry's own variables say where to
+The process keeps its latest traces. Traces are also exported by OTLP if OpenTelemetry's variables name an endpoint
 (OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT). Every log line is one structured event that
-carries the trace and span ids of the request it belongs to. Logging raises nothing and waits for nobody.
+carries the trace and span ids of the request it belongs to. Logging never raises and never blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tandem.process.log_output import LogOutput, descriptor_of
 from tandem.process.recent_spans import MAX_EVENTS, TRACES_PER_S, SparingProvider, TraceSampling
 from tandem.process.recent_spans import RecentSpans as RecentSpans
 
-if TYPE_CHECKING:  # Their import takes longer than the rest of this file: only where they are asked for.
+if TYPE_CHECKING:  # Imported at run time only if needed, as their import takes longer than the rest of this file.
     from opentelemetry.sdk._logs import LoggerProvider
     from opentelemetry.sdk._logs.export import LogRecordExporter
     from opentelemetry.sdk.metrics import MeterProvider
@@ -38,15 +38,15 @@ ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_
 
 
 class Traces(Enum):
-    """A process's part in them."""
+    """A process's role in tracing."""
 
     NONE = 0
-    BEGUN = 1  # clients call it
-    FOLLOWED = 2  # only the cluster's own processes do
+    BEGUN = 1  # clients call the process, so traces begin there
+    FOLLOWED = 2  # only the cluster's processes call it, and their traces continue there
 
 
 class Telemetry:
-    """Parts that a process has to shut down at its end, so that the last spans and lines leave."""
+    """A process's telemetry, which it has to shut down at its end, so that the last spans and lines are sent."""
 
     def __init__(
         self, logs: LogOutput, recent: RecentSpans, sampling: TraceSampling | None = None,
@@ -56,10 +56,10 @@ class Telemetry:
         self._sampling = sampling
         self._logs = logs
         self._providers = providers
-        self.together = logs.together  # of lines that one thread writes
+        self.together = logs.together  # writes one thread's lines together
 
     def tune(self, log_level: str, trace_sampling: float) -> None:
-        """From now on, in this process."""
+        """Changes this process's log level and trace sampling."""
         structlog.configure(wrapper_class=_filtering(log_level))
         if self._sampling is not None:
             self._sampling.ratio = trace_sampling
@@ -75,7 +75,7 @@ def set_up(
     service: str, instance: str, log_level: str = "info", traces: Traces = Traces.NONE,
     dumps: Callable[..., str] = json.dumps,
 ) -> Telemetry:  # fmt: skip
-    """Configure logs and traces of this process. `service` becomes service.name unless OTEL_SERVICE_NAME is set.
+    """Configures logs and traces of this process. `service` becomes service.name unless OTEL_SERVICE_NAME is set.
 
     Args:
         dumps: makes the JSON of a log line, as json.dumps does.
@@ -99,7 +99,7 @@ def set_up(
 
 
 def _set_up_records(resource: Resource) -> Iterator[LoggerProvider]:
-    """Records of requests leave by OTLP where they are asked for, as OpenTelemetry's own variable says it."""
+    """Exports records of requests by OTLP, if OpenTelemetry's variable asks for it. Yields the provider."""
     if os.environ.get("OTEL_LOGS_EXPORTER") == "otlp":
         from opentelemetry.sdk._logs import LoggerProvider
         from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
@@ -111,7 +111,7 @@ def _set_up_records(resource: Resource) -> Iterator[LoggerProvider]:
 
 
 def _set_up_metrics(resource: Resource) -> Iterator[MeterProvider]:
-    """GenAI metrics leave by OTLP where they are asked for, likewise."""
+    """Exports GenAI metrics by OTLP, if OpenTelemetry's variable asks for it. Yields the provider."""
     if os.environ.get("OTEL_METRICS_EXPORTER") == "otlp":
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
@@ -187,7 +187,7 @@ def _filtering(level: str) -> type[structlog.typing.FilteringBoundLogger]:
 
 
 class _Lines:
-    """structlog's end: its own loggers wait for each other, which a finalizer that logs within a log call must not."""
+    """structlog's output. structlog's own loggers lock, so a finalizer that logs within a log call would deadlock."""
 
     def __init__(self, output: LogOutput) -> None:
         self._output = output
@@ -199,7 +199,7 @@ class _Lines:
 
 
 class _Library(logging.Handler):
-    """Makes a library's log record one of our events."""
+    """Turns libraries' log records into Tandem's log events."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

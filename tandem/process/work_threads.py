@@ -1,4 +1,4 @@
-"""Threads for one kind of work that would hold up an event loop: much of it takes none from other kinds."""
+"""Threads for one kind of work that would block an event loop. Each kind has its own threads."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ T = TypeVar("T")
 
 
 class WorkThreads:
-    """At most `most` at once; what comes then waits. A caller that is cancelled before its turn leaves the queue."""
+    """A pool of `most` threads; further work waits. A caller that is cancelled before its turn leaves the queue."""
 
     def __init__(self, kind: str, most: int) -> None:
         self._executor, self._most = ThreadPoolExecutor(most, thread_name_prefix=kind), most
 
     def start(self) -> None:
-        """Start all of them now. To start one when memory has run out may hold up the event loop for ever: Python waits
-        there for a thread that died before it began."""
+        """Starts all threads now. To start a thread when memory has run out could block the event loop for ever: Python
+        would wait for a thread that died before it began.
+        """
         everyone = Barrier(self._most)
         for _ in range(self._most):
             self._executor.submit(everyone.wait)
 
     def close(self) -> None:
-        """Let what runs come to its end, and nothing else."""
+        """Lets running work finish, and drops waiting work."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:

@@ -1,4 +1,4 @@
-"""Who is in the cluster, how loaded they are, and who goes where: on Redis. Anyone but the engine may enter."""
+"""The cluster's members, their load and the routes of requests, in Redis. Anyone but the engine may enter."""
 
 from tandem.registry.answers import Demand, Demands, GatewayAddress, Snapshot, Swept
 from tandem.registry.blocks import BlockReplica, PromptPrefix

@@ -1,4 +1,4 @@
-"""Answers of the registry, besides workers and routes."""
+"""Answers of the registry that are not workers or routes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tandem.registry.worker import LiveWorker, decode
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """How much was past its time, and how much is not."""
+    """Numbers of expired leases, reservations and block locations, and of the leases and reservations that live."""
 
     leases: int
     reservations: int
@@ -25,23 +25,23 @@ class Swept:
     live_reservations: int = field(default=0, compare=False)
 
     def then(self, other: Swept) -> Swept:
-        """Both together, as of the other."""
+        """Returns the sum of what two sweeps ended. What lives is the later one's (`other`)."""
         ended = self.leases + other.leases, self.reservations + other.reservations, self.blocks + other.blocks
         return Swept(*ended, other.live_leases, other.live_reservations)
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class GatewayAddress:
-    """Addresses at which clients reach a gateway, host:port each. `model`: all that it serves, ", " between."""
+    """Addresses at which clients reach a gateway, host:port each. `model`: its models' names, joined by ", "."""
 
     model: str
     http: str
     grpc: str
-    own_http: str = ""  # of this process alone, where others share `http`
+    own_http: str = ""  # this process's own address, if other processes share `http`
 
     @classmethod
     def of(cls, said: str) -> GatewayAddress:
-        """As a gateway wrote it, which may be of a newer version and say more."""
+        """Parses what a gateway wrote. Fields of a newer version are ignored."""
         known = {field.name for field in fields(cls)}
         found = {name: text for name, text in json.loads(said).items() if name in known}
         if not all(isinstance(text, str) for text in found.values()):
@@ -50,17 +50,17 @@ class GatewayAddress:
 
 
 DIGITS = re.compile("[0-9]{1,15}")
-# What a gateway has to do: of each class and tenant, the part of the cluster that it would fill.
+# A gateway's demand for one model: (class, tenant, the part of the cluster that their requests would fill), ...
 Demand: TypeAlias = list[tuple[int, str, float]]
-# Of each of its models, by name@fingerprint.
+# A gateway's demand for each of its models, by name@fingerprint.
 Demands: TypeAlias = dict[str, Demand]
 
 
 def demands_of(said: str) -> Demands:
-    """As a gateway wrote them.
+    """Parses a gateway's demands.
 
     Raises:
-        MISREAD: it wrote none.
+        MISREAD: the text is malformed.
     """
     found = json.loads(said)
     return {
@@ -69,10 +69,10 @@ def demands_of(said: str) -> Demands:
 
 
 def death_in(incarnation: str, said: str) -> Death | None:
-    """As who knew it wrote it; None where nobody did.
+    """Parses the report of an incarnation's death; None if the text is empty, as no death was reported.
 
     Raises:
-        MISREAD: it is none.
+        MISREAD: the text is malformed.
     """
     if not said:
         return None
@@ -82,14 +82,14 @@ def death_in(incarnation: str, said: str) -> Death | None:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The live workers, by id. `epoch` changes when Redis has lost its memory; empty when it has none yet."""
+    """The live workers, by id. `epoch` changes when Redis has lost its data; empty while Redis is empty."""
 
     epoch: str
     workers: list[LiveWorker]
 
     @classmethod
     def of(cls, answer: Sequence[Any], unreadable: UnreadableRows) -> Snapshot:
-        """As workers.lua answers."""
+        """Parses the answer of workers.lua."""
         epoch, mended, *flat = answer
         counts = zip(mended[::2], mended[1::2], strict=True)
         unreadable.note_mended({name: int(count) for name, count in counts if DIGITS.fullmatch(count)})

@@ -1,4 +1,4 @@
-"""Tells the registry of a worker that has died: of what, and by its crash page of whom. Its lease ends with it."""
+"""Reports a worker's death to the registry: the cause and, from its crash page, the suspects. Ends its lease."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ REPORT_S = 1.0
 
 
 async def report_death(settings: Mapping[str, object], cause: str) -> Death | None:
-    """Report the death of the worker with these settings, whose process has just ended: what its page says is then
-    known, and its lease has ended. Its next start, at another port, need not wait for that."""
+    """Reports the death of a worker whose process has just ended: publishes its crash page and ends its lease, so that
+    its next start, at another port, does not have to wait. `settings`: the worker's."""
     if "worker_id" not in settings:
         return None
     death = await report_page(settings, cause)
@@ -33,7 +33,7 @@ async def report_death(settings: Mapping[str, object], cause: str) -> Death | No
 
 
 async def report_page(settings: Mapping[str, object], cause: str) -> Death | None:
-    """Report what the page of the worker with these settings says, where it has left one: its next start need not."""
+    """Publishes the crash page that a dead worker left, if any, and deletes the page. `settings`: the worker's."""
     if "crash_dir" not in settings:
         return None
     path = page_path(Path(str(settings["crash_dir"])), _namespace(settings), str(settings["worker_id"]))
@@ -54,7 +54,7 @@ async def report_page(settings: Mapping[str, object], cause: str) -> Death | Non
 
 
 async def end_lease_of_dead(registry: Registry, worker_id: str, is_gone: Callable[[str], bool]) -> bool:
-    """End this worker's lease, and what hangs on it, if `is_gone` says so of its process. True if it did.
+    """Ends a worker's lease and all that depends on it if `is_gone(process)`. Returns True if a lease ended.
 
     Raises:
         RegistryUnavailable
@@ -67,7 +67,7 @@ async def end_lease_of_dead(registry: Registry, worker_id: str, is_gone: Callabl
 
 @asynccontextmanager
 async def _registry_of(settings: Mapping[str, object]) -> AsyncIterator[Registry]:
-    """The worker's registry, for a short while."""
+    """Yields a client of the worker's registry, for a short time."""
     registry = Registry.connect(str(settings["redis_url"]), namespace=_namespace(settings), timeout=REPORT_S)
     try:
         async with asyncio.timeout(2 * REPORT_S):

@@ -1,10 +1,10 @@
-"""The registry's answers "no"."""
+"""Errors of the registry."""
 
 from __future__ import annotations
 
 
 class RegistryError(Exception):
-    """Base of everything the registry raises on purpose."""
+    """Base of the registry's errors."""
 
 
 class RegistryUnavailable(RegistryError):
@@ -12,11 +12,11 @@ class RegistryUnavailable(RegistryError):
 
 
 class ScriptFailed(RegistryUnavailable):
-    """Redis answers, and has something that a script stumbles over, or was called with something wrong."""
+    """Redis answers, but a script failed: on a wrong value in Redis, or on a wrong argument."""
 
 
 class StaleIncarnation(RegistryError):
-    """This incarnation was replaced or has left; it must stop serving under this worker id."""
+    """This incarnation was replaced or has deregistered; it must stop serving under its worker id."""
 
     def __init__(self, worker_id: str, incarnation: str) -> None:
         super().__init__(f"incarnation {incarnation} of worker {worker_id} was replaced or has left")
@@ -33,20 +33,20 @@ class WorkerIdTaken(RegistryError, ValueError):
 
 
 class IncompatibleLayout(RegistryError, ValueError):
-    """No worker of the other role could pair with this one: its KV layout is none of theirs."""
+    """No worker of the other role could pair with this one: they all have another KV layout."""
 
 
 class NoWorkers(RegistryError):
-    """No worker can take the request now. The message names what is missing."""
+    """No worker can take the request now. The message says what is missing."""
 
 
 class NoProvenLink(NoWorkers):
-    """There are workers of both roles that could take it, and between none of them has KV moved yet."""
+    """Workers of both roles could take the request, but no pair of them has moved KV yet."""
 
 
 class RequestTooLarge(NoWorkers):
     """No live decode worker could hold the request even if it were idle: waiting does not help."""
 
 
-# By what SELECT answers.
+# The error for each status that select.lua answers.
 REFUSALS = {"too large": RequestTooLarge, "no link": NoProvenLink}

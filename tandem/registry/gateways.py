@@ -1,8 +1,8 @@
-"""Gateways with a lease: this client where it is one, and the others.
+"""Gateways with a lease: this client, if it is a gateway, and the others.
 
 announce ── hold … ── end          what this gateway reserves is released when its lease ends
 live                               where clients and Prometheus reach them
-other_demands                      how much the others have to do, as of the last renewal
+other_demands                      the other gateways' demand, as of the last renewal
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from tandem.registry.worker import ModelKey
 
 
 class Gateways:
-    """Leases of gateways, and of other clients that reserve."""
+    """The leases of gateways, and of other clients that make reservations."""
 
     def __init__(self, connection: RegistryConnection, unreadable: UnreadableRows, lease_s: float | None) -> None:
-        """`lease_s`: what this client's own lease lasts; without, it has none."""
+        """`lease_s`: the duration of this client's own lease; None: it has no lease."""
         self._connection, self._unreadable, self._lease_s = connection, unreadable, lease_s
         self._starvation: Callable[[], float] = lambda: 0.0
         self._announced: Callable[[], tuple[GatewayAddress, Demands]] | None = None
         self._others: list[Demands] = []
 
     def ttl(self) -> int:
-        """Returns the milliseconds that this client's lease lasts from now on, 0 where it has none."""
+        """Returns the milliseconds that this client's lease lasts from now on; 0 if it has no lease."""
         return 0 if self._lease_s is None else milliseconds(stretched(self._lease_s, self._starvation()))
 
     async def hold(self, starvation: Callable[[], float] = lambda: 0.0) -> None:
-        """Renews this client's own lease until cancelled; that of a starved client lasts longer."""
+        """Renews this client's own lease until cancelled.
+
+        `starvation`: returns how starved this process is; a starved client's lease lasts longer.
+        """
         self._starvation = starvation
         while True:
             with suppress(RegistryUnavailable):
@@ -43,7 +46,7 @@ class Gateways:
             await asyncio.sleep((self._lease_s or 0.0) / 4)
 
     def announce(self, gateway: Callable[[], tuple[GatewayAddress, Demands]]) -> None:
-        """Makes this client that gateway, from the next renewal of its lease on until the lease ends."""
+        """Publishes this client as a gateway, from its lease's next renewal until the lease ends."""
         self._announced = gateway
 
     def other_demands(self, model: ModelKey) -> Sequence[Demand]:
@@ -55,8 +58,9 @@ class Gateways:
         return (await self.measured())[0]
 
     async def measured(self) -> tuple[list[GatewayAddress], str]:
-        """Returns the gateways that have a lease, and the address at which Prometheus reads the kvstore, empty if
-        there is none."""
+        """Returns the gateways that have a lease, and the kvstore's address for Prometheus; empty if there is no
+        kvstore.
+        """
         gateways, keeper = await self._connection.call("gateways")
         return sorted(self._unreadable.read_texts("gateway", gateways, GatewayAddress.of)), keeper
 

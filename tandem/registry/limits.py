@@ -1,10 +1,10 @@
-"""Limits of tenants, counted in Redis, so that it holds across gateways.
+"""Limits of tenants, counted in Redis, so that they hold across gateways.
 
     take      before a request begins: one of its requests per minute, tokens for prompt and answer, a place among
-              those that run at once, and their cost of the day's budget; all or nothing, as one atomic step
-    settle    at its end: what it did not use is the tenant's again, what it used is counted
+              those that run concurrently, and their cost of the day's budget; all or nothing, as one atomic step
+    settle    at its end: what it did not use is refunded to the tenant, what it used is counted
 
-A request whose gateway died is inside no longer; its tokens are lost to the minute.
+A request whose gateway died no longer counts as running; its tokens of the minute are not refunded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Lack: TypeAlias = Literal["", "requests", "tokens", "concurrent", "budget"]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """None where there is none."""
+    """A tenant's limits; None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -37,14 +37,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Result of a request's `take`. Seconds until a bucket is full again; -1 left where there is no limit."""
+    """Result of a request's `take`. `*_full_s`: seconds until a bucket is full again; `*_left`: -1 without a limit."""
 
     request: str
     tenant: str
     limits: Limits
     tokens: int
     cost: float
-    lacks: Lack  # empty: it may begin
+    lacks: Lack  # the limit that is exhausted; empty: the request may begin
     wait_s: float
     requests_left: int
     requests_full_s: float
@@ -55,17 +55,17 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Use by one tenant, today (UTC)."""
+    """The usage of one tenant today (UTC)."""
 
     requests: int
     prompt_tokens: int
-    cached_tokens: int  # of the prompts'
+    cached_tokens: int  # the cached part of the prompt tokens
     completion_tokens: int
-    cost: float  # of requests that run still, the most that they may come to
+    cost: float  # a request that still runs counts with the most it may cost
 
     @classmethod
     def of(cls, flat: Sequence[Any]) -> Usage:
-        """From Redis's names and values in turns.
+        """Parses Redis's answer: name, value, name, value ...
 
         Raises:
             MISREAD: a value is no number.
@@ -76,19 +76,19 @@ class Usage:
 
 
 class TenantLimits:
-    """Limits of tenants, as this client takes from them for requests."""
+    """Charges requests of this client to their tenants' limits."""
 
     def __init__(
         self, connection: RegistryConnection, memory: RedisMemory, late: LateReleases, unreadable: UnreadableRows
     ) -> None:
         self._connection, self._memory, self._late, self._unreadable = connection, memory, late, unreadable
-        # Takings that may be made once more: what was sent is late.
+        # Requests whose "take" may be executed a second time, as a late copy of the call is still on its way.
         self._doubtful: set[str] = set()
 
     async def take(
         self, tenant: str, limits: Limits, *, request_id: str, tokens: int, cost: float, ttl: float
     ) -> Taken:
-        """Take what a request may come to from its tenant's limits. Where nothing lacks, `settle` follows."""
+        """Charges the most that a request may use to its tenant's limits. If no limit lacks, `settle` must follow."""
         request = self._memory.name_for(request_id)
         every, lines = limits.arguments(), self._connection.lines
         try:
@@ -108,7 +108,7 @@ class TenantLimits:
     async def settle(
         self, taken: Taken, prompt_tokens: int, completion_tokens: int, cost: float, cached_tokens: int = 0
     ) -> None:
-        """The request has ended and used so much."""
+        """Counts what an ended request used and refunds the rest of what was taken."""
         unused = max(taken.tokens - prompt_tokens - completion_tokens, 0)
         _, per_minute, _, _ = taken.limits.arguments()
         said = taken.tenant, taken.request, taken.day, per_minute, str(unused), repr(taken.cost - cost)

@@ -1,4 +1,4 @@
-"""The place where a worker runs, and how far KV goes between two: near costs less, if nothing else is measured."""
+"""A worker's location, and the distance of two workers: a short distance costs less until rates are measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Distance(IntEnum):
-    """The distance of two workers; each has a measured rate of its own."""
+    """The distance of two workers. Workers measure one transfer rate per distance."""
 
     NEAR = 0
     ZONE = 1
@@ -15,20 +15,22 @@ class Distance(IntEnum):
 
 
 class Location(NamedTuple):
-    """Names alone count; empty ones are those of everybody who has none."""
+    """A worker's location, by names: equal names are the same place. An empty node or zone equals another empty one;
+    "": no NVLink domain.
+    """
 
     node: str
     nvlink_domain: str
     zone: str
 
     def distance_to(self, other: Location) -> Distance:
-        """As tandem/registry/lua/costs.lua sees it."""
+        """Returns the distance to `other`, by the rules of lua/costs.lua."""
         if self.node == other.node or (self.nvlink_domain and self.nvlink_domain == other.nvlink_domain):
             return Distance.NEAR
         return Distance.ZONE if self.zone == other.zone else Distance.FAR
 
     def way_to(self, other: Location) -> str:
-        """Says in words what they have in common."""
+        """Describes in words what two locations have in common."""
         if self.node == other.node:
             return "one machine"
         if self.distance_to(other) is Distance.NEAR:

@@ -1,4 +1,4 @@
-"""Names that a cluster serves besides its models, one list for all gateways: LoRA adapters, aliases."""
+"""Names that a cluster serves besides its models (LoRA adapters, aliases), in one list for all gateways."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Named(Generic[T]):
-    """`epoch` changes when Redis has lost its memory; empty when it has none yet."""
+    """A list's content. `epoch` changes when Redis has lost its data; empty while Redis is empty."""
 
     epoch: str
     by_name: dict[str, T]
 
 
 class NamedList(Generic[T]):
-    """Each call returns all that there are then. What is malformed, or of a newer version, is not there."""
+    """A list of names in Redis. Each call returns its new content, without malformed or newer versions' entries."""
 
     def __init__(
         self, connection: RegistryConnection, unreadable: UnreadableRows, kind: str, parse: Callable[[str, str], T],
         text: Callable[[T], str],
     ) -> None:  # fmt: skip
-        """`parse`: makes one of its name and its text; raises ValueError."""
+        """`parse`: makes an entry of its name and text; raises ValueError. `text`: the inverse."""
         self._connection, self._kind, self._parse, self._text = connection, kind, parse, text
         self._unreadable = unreadable
 
@@ -39,11 +39,11 @@ class NamedList(Generic[T]):
         return await self._call()
 
     async def put(self, name: str, one: T) -> Named[T]:
-        """Serve it; another one of that name no longer."""
+        """Adds an entry, or replaces the entry of that name."""
         return await self._call("put", name, self._text(one))
 
     async def restore(self, known: Mapping[str, T]) -> Named[T]:
-        """Serve those whose names are unknown: Redis has lost its memory."""
+        """Adds the entries whose names Redis does not have, after it has lost its data."""
         return await self._call("restore", *chain.from_iterable((name, self._text(one)) for name, one in known.items()))
 
     async def drop(self, name: str) -> Named[T]:

@@ -1,8 +1,8 @@
-"""Models that have workers only while they are asked for: their launcher's word for gateways, and theirs for it.
+"""Models that have workers only while clients ask for them: what launchers and gateways report to each other.
 
     launcher ── tell: asleep, starting, awake … ──> Redis <── ask: ran 2 s ago, is wanted now ── gateways
 
-Either's word ends with it: what a launcher said holds for its `ttl`, and a gateway's is only how long ago it was.
+A launcher's report holds for its `ttl`. A gateway reports how long ago its models ran and were wanted.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ NEVER = float("inf")
 
 
 class Wakefulness(StrEnum):
-    ASLEEP = "asleep"  # starts when it is wanted
+    ASLEEP = "asleep"  # the model starts when it is wanted
     STARTING = "starting"
     AWAKE = "awake"
-    STOPPING = "stopping"  # what comes now waits until it starts again
-    FAILED = "failed"  # its start; it may be wanted again once `left_s` is over
+    STOPPING = "stopping"  # requests that come now wait until the model starts again
+    FAILED = "failed"  # the start failed; the model can be wanted again after `left_s`
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """A launcher's word for one of its models."""
+    """A launcher's report on one of its models."""
 
     name: str
     state: Wakefulness
-    left_s: float = 0.0  # until it is awake, should it be wanted now
-    start_s: float = 0.0  # of its last start; 0: there was none
-    reason: str = ""  # why it failed, or what it waits for
+    left_s: float = 0.0  # seconds until the model would be awake if it is wanted now
+    start_s: float = 0.0  # seconds that its last start took; 0: it has not started yet
+    reason: str = ""  # why the start failed, or what it waits for
 
     @classmethod
     def of(cls, name: str, text: str) -> ModelStatus:
-        """
+        """Parses a launcher's report.
+
         Raises:
-            MISREAD: a launcher wrote no such text.
+            MISREAD: the text is malformed.
         """
         said = json.loads(text)
         status = cls(**said | {"state": Wakefulness(said.get("state"))})
@@ -53,27 +54,27 @@ class ModelStatus:
 
 @dataclass(frozen=True, slots=True)
 class ModelUse:
-    """A gateway's word for one of them: seconds since an answer of it ran, and since a request waited for it."""
+    """A gateway's report on one model: seconds since one of its answers ran, and since a request waited for it."""
 
     ran_s: float = NEVER
     wanted_s: float = NEVER
 
 
 class OnDemandModels:
-    """Both sides of it. Calls may raise RegistryUnavailable."""
+    """Reports between launchers and gateways. Calls may raise RegistryUnavailable."""
 
     def __init__(self, connection: RegistryConnection, unreadable: UnreadableRows) -> None:
         self._connection, self._unreadable = connection, unreadable
 
     async def tell(self, statuses: Iterable[ModelStatus], ttl: float) -> dict[str, ModelUse]:
-        """A launcher's: holds for `ttl` seconds. Returns how each was used at all gateways."""
+        """Publishes a launcher's reports for `ttl` seconds. Returns each model's use at all gateways."""
         said = ((one.name, json.dumps(asdict(one))) for one in statuses)
         flat = await self._connection.call("on_demand", "tell", max(1, round(1000 * ttl)), *chain.from_iterable(said))
         uses = (ModelUse(_seconds(ran), _seconds(wanted)) for ran, wanted in zip(flat[1::3], flat[2::3], strict=True))
         return dict(zip(flat[::3], uses, strict=True))
 
     async def ask(self, uses: Mapping[str, ModelUse]) -> dict[str, ModelStatus]:
-        """A gateway's. Returns what launchers say; what is malformed, or of a newer version, is not there."""
+        """Publishes a gateway's reports. Returns launchers' reports, without malformed or newer versions' ones."""
         said: list[Argument] = []
         for name, use in uses.items():
             said += name, _ms(use.ran_s), _ms(use.wanted_s)

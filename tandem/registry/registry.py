@@ -1,12 +1,12 @@
-"""The cluster's shared truth, in Redis: who is alive, how loaded, what is reserved for whom, who holds which KV block.
+"""The cluster's shared state in Redis: live workers, their load, reservations, and the holders of KV blocks.
 
-    workers     `leases`                               alive, how loaded, which blocks they hold
-    gateways    `reservations` `limits` `gateways` `block_feed`    room for requests, of tenants, of one another
-    operators   `adapters` `aliases` `on_demand` `releases`        names that a cluster serves; who else is there
+    workers     `leases`                               their leases, load and KV blocks
+    gateways    `reservations` `limits` `gateways` `block_feed`    room for requests, tenants' limits, other gateways
+    operators   `adapters` `aliases` `on_demand` `releases`        names that a cluster serves; other releases
     observers   the methods of Registry itself
 
-Each call is one Lua script, hence atomic, and one round trip. Time is Redis's own, so skewed clocks do no harm. What a
-lease held for others goes with it: a dead incarnation's reservations and blocks are nowhere to be found.
+Each call is one Lua script, hence atomic, and one round trip. Time is Redis's own, so skewed clocks do no harm. When a
+lease ends, everything under it ends too: a dead incarnation has no reservations and no blocks.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from tandem.registry.worker_leases import WorkerLeases
 class Registry:
     """A client of the registry. Safe for concurrent use within one event loop.
 
-    Every call may raise RegistryUnavailable, within `timeout` seconds; whether it took effect is then unknown. What
-    such a call, or a cancelled one, should have released is released in the background once Redis answers.
+    Every call may raise RegistryUnavailable, within `timeout` seconds; whether it took effect is then unknown. A
+    release that failed so, or was cancelled, is repeated in the background until Redis answers.
     """
 
     def __init__(self, connection: RegistryConnection, client_lease_s: float | None = None) -> None:
-        """`client_lease_s`: what this client reserves is released so long after it or `gateways.hold` last called;
-        without, each reservation ends by its own `ttl` alone."""
+        """`client_lease_s`: this client's reservations are released this long after its last call or renewal by
+        `gateways.hold`; None: each reservation ends only by its own `ttl`.
+        """
         self._connection, self._late = connection, LateReleases(connection)
         memory = RedisMemory(connection)
         self.unreadable = unreadable = UnreadableRows(connection)
@@ -63,41 +64,44 @@ class Registry:
     def connect(
         cls, url: str, *, namespace: str = "tandem", timeout: float = 2.0, client_lease_s: float | None = None
     ) -> Registry:
-        """A client of the Redis at `url`, which need not be up yet. Raises ValueError where it or the namespace is
-        malformed.
+        """Returns a client of the Redis at `url`, which need not be up yet. Raises ValueError if `url` or the namespace
+        is malformed.
         """
         return cls(RedisConnection(url, namespace, timeout), client_lease_s)
 
     async def ping(self) -> None:
-        """Return if Redis answers."""
+        """Returns once Redis has answered."""
         await self._connection.ping()
 
     async def workers(self) -> list[LiveWorker]:
-        """Workers with a live lease, by id."""
+        """Returns the workers with a live lease, sorted by id."""
         return (await self.snapshot()).workers
 
     async def snapshot(self) -> Snapshot:
         return Snapshot.of(await self._connection.call("workers"), self.unreadable)
 
     async def report_death(self, death: Death) -> None:
-        """Report the death of a worker's process. What was said of that incarnation before stays."""
+        """Reports the death of a worker's process. An earlier report on the same incarnation stays."""
         await self._connection.call("death", death.incarnation, json.dumps([death.cause, dict(death.named)]))
 
     async def death(self, incarnation: str) -> Death | None:
-        """None while nothing is known."""
+        """Returns the reported death of an incarnation; None without a report."""
         said = await self._connection.call("death", incarnation)
         return self.unreadable.read("death", incarnation, partial(death_in, incarnation, said), None)
 
     def changes(self) -> AbstractAsyncContextManager[Changes]:
-        """A subscription to workers coming, going, draining and linking."""
+        """Subscribes to workers that come, go, drain or have new links."""
         return self._connection.changes()
 
     async def locate(self, hashes: Sequence[bytes]) -> list[list[str]]:
-        """For each hash, the ids of the live workers that hold the block."""
+        """Returns for each hash the ids of the live workers that hold the block."""
         return list(await self._connection.call("locate", *hashes))
 
     async def sweep(self, keeper: str = "") -> Swept:
-        """Forget what is past its time; any number of processes may. `keeper`: where Prometheus reads this one."""
+        """Deletes what has expired; any number of processes may sweep.
+
+        `keeper`: this process's address for Prometheus.
+        """
         total = Swept(0, 0, 0)
         while True:
             found = Swept(*await self._connection.call("sweep", keeper))
@@ -106,12 +110,12 @@ class Registry:
                 return total
 
     async def check_integrity(self) -> IntegrityReport:
-        """Compare counters with reservations."""
+        """Compares the workers' counters with the reservations."""
         leases, reservations, clients, wrong = await self._connection.call("check")
         return IntegrityReport({"leases": leases, "reservations": reservations, "clients": clients}, tuple(wrong))
 
     async def close(self) -> None:
-        """Tries the releases that are still due once more, ends the client's lease and all connections."""
+        """Tries pending releases once more, then ends the client's lease and all connections."""
         await self._late.close()
         await self.reservations.close()
         await self.gateways.end()

@@ -1,4 +1,4 @@
-"""Other releases in one namespace: their keys have another format, so neither routes to the other's workers."""
+"""Other releases of Tandem in the same namespace. Their keys have another format, so neither routes to the other's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ THIS_RELEASE = f"Tandem {__version__} (registry format {FORMAT})"
 
 @dataclass(frozen=True, order=True, slots=True)
 class OtherRelease:
-    """Live leases of one of them."""
+    """The number of live leases of another release."""
 
     format: int
-    version: str  # of who registered last
+    version: str  # the version of the last process that registered with this format
     workers: int
     gateways: int
 
@@ -27,12 +27,12 @@ class OtherRelease:
 
 
 class Releases:
-    """The registry, as it is asked who else shares its namespace."""
+    """Finds the other releases that share the registry's namespace."""
 
     def __init__(self, connection: RegistryConnection) -> None:
         self._connection = connection
 
     async def others(self) -> list[OtherRelease]:
-        """Those with another format, by format. Raises RegistryUnavailable."""
+        """Returns the other releases, by format. Raises RegistryUnavailable."""
         found = await self._connection.call("releases")
         return sorted(OtherRelease(*one) for one in found)

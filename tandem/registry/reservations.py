@@ -1,9 +1,9 @@
-"""A request's hold on one pair of workers: chosen and reserved in one atomic step, released in two.
+"""A request's reservation on a pair of workers: chosen and made in one atomic step, released in two.
 
     select_and_reserve ── release (tokens) ── release (blocks)
 
-Choices and releases that come while a call is under way share the next one, and a release waits a few milliseconds for
-a choice to go with.
+Choices and releases that come while a call is under way share the next call, and a release waits a few milliseconds for
+a choice whose call it can share.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tandem.registry.wire import (
 from tandem.registry.worker import Fallback, LiveWorker, Place, Route, WorkerInfo
 
 PrefillPolicy: TypeAlias = Literal["require", "prefer", "auto", "never"]
-# Choices and releases in one call: more would keep other gateways waiting.
+# The most choices and releases in one call: more would keep other gateways waiting.
 MAX_BATCH = 24
 Arguments: TypeAlias = tuple[Argument, ...]
-# A script's name, and its arguments.
+# The name of a script, and its arguments.
 Asked: TypeAlias = tuple[Literal["select", "release"], Arguments]
 NO_PREFIX = PromptPrefix.of("", 1, ())
 
 
 class Reservations:
-    """Room on workers that this client holds for requests."""
+    """Room on workers that this client reserves for requests."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class Reservations:
         client_ttl: Callable[[], int],
         workers: Callable[[], Awaitable[Sequence[LiveWorker]]],
     ) -> None:
-        """`client_ttl`: milliseconds that this client's own lease lasts from now on, 0 without a lease."""
+        """`client_ttl`: returns the milliseconds that this client's lease lasts from now on; 0 without a lease."""
         self._connection, self._memory, self._late = connection, memory, late
         self._client_ttl, self._workers = client_ttl, workers
-        # Reservations that may be asked for once more: what was sent is late.
+        # Reservations that may be made a second time, as a late copy of the call is still on its way.
         self._doubtful: set[str] = set()
         self._batcher = CallBatcher[Asked](self._ask, MAX_BATCH)
-        self._infos: dict[str, WorkerInfo] = {}  # by generation
+        self._infos: dict[str, WorkerInfo] = {}  # generation: its worker
         self._reading_infos = asyncio.Lock()
 
     async def select_and_reserve(
@@ -71,22 +71,22 @@ class Reservations:
         ttl: float,
         exclude: Collection[str] = (),
     ) -> Route:
-        """Choose the pair of workers for a request and hold room on both, as one atomic step.
+        """Chooses the pair of workers for a request and reserves room on both, as one atomic step.
 
         Reserves the uncached prompt tokens on the worker that prefills and blocks for the whole sequence on the one
         that decodes, until released or for `ttl` seconds. `exclude` names worker ids or incarnations.
-        `require` takes only a pair, `prefer` falls back to a decode worker alone, `never` takes one alone, and `auto`
-        takes what costs less by the rates that the workers have measured. With `itl_target_s`, the most between the
-        request's tokens, a prompt costs a decode worker that has room below that no pause of what runs there; with
-        `ttft_target_s`, what is left until its first token should come, it costs more to be later than that.
+        `require` takes only a pair, `prefer` falls back to a decode worker alone, `never` takes a decode worker alone,
+        and `auto` takes what costs less by the workers' measured rates. `itl_target_s`: the longest gap between the
+        request's tokens; a decode worker with room below it prefills at no cost in pauses. `ttft_target_s`: the time
+        left until the first token is due; a route that would be later costs more. 0: no target.
 
-        Workers that hold the beginning of the prompt, by `prefix`, are preferred as far as load allows; from now on
-        the chosen ones are expected to hold all of it, until they have reported their blocks. Of a request with a LoRA
-        adapter `adapted` are the incarnations of the workers that have it in memory: they are preferred, too.
+        Workers that hold the beginning of the prompt, by `prefix`, are preferred as far as load allows. The
+        chosen ones are then expected to hold the whole prompt, until they report their blocks. `adapted`: for a
+        request with a LoRA adapter, the generations of the workers that have it in memory: they are preferred, too.
 
         Raises:
-            NoWorkers: nobody can take it now, or (NoProvenLink) until a link is opened; it says what is missing.
-            RequestTooLarge: nobody could take it ever.
+            NoWorkers: no worker can take it now, or (NoProvenLink) until a link is opened; it says what is missing.
+            RequestTooLarge: no worker could ever take it.
         """
         if prompt_tokens < 1 or max_new_tokens < 0:
             raise ValueError(f"prompt_tokens and max_new_tokens must not be {prompt_tokens} and {max_new_tokens}")
@@ -111,9 +111,11 @@ class Reservations:
         raise REFUSALS.get(status, NoWorkers)(why)
 
     def release(self, reservation_id: str, *, prefill_done_only: bool = False) -> asyncio.Future[bool]:
-        """Release a reservation, or only its prompt tokens. Done with True if this call freed anything.
+        """Releases a reservation, or only its prompt tokens.
 
-        An empty id, as of a route chosen without Redis, holds nothing. What fails is tried again later.
+        The future's result is True if this call released anything.
+
+        The id is empty, and nothing is released, for a route chosen without Redis. A failed release is tried again.
         """
         if not reservation_id:
             nothing: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -131,11 +133,11 @@ class Reservations:
             self._late.add("release", *arguments)
 
     async def close(self) -> None:
-        """Ends calls that are under way."""
+        """Cancels the calls that are under way."""
         await self._batcher.close()
 
     async def _ask(self, asked: Sequence[Asked]) -> Sequence[Any]:
-        """Releases come first, so choices see them."""
+        """Runs releases and choices as one call, releases first, so that choices see them. Returns answers in order."""
         choices, releases = ([arguments for kind, arguments in asked if kind == one] for one in ("select", "release"))
         released, lines = list(chain.from_iterable(releases)), self._connection.lines
         if choices:
@@ -150,7 +152,7 @@ class Reservations:
         return [next(answers if kind == "select" else dropped) for kind, _ in asked]
 
     async def _abandon(self, reservation: str) -> bool:
-        """Release it, and see to it that it is not made once more."""
+        """Releases a reservation, and prevents that a late copy of the call makes it again."""
         try:
             dropped: int = await self._connection.call("abandon", reservation)
         except (RegistryUnavailable, asyncio.CancelledError):

@@ -1,9 +1,9 @@
-"""A gateway's view of the cluster, kept up to date in the background and kept when Redis is gone.
+"""A gateway's view of the cluster, updated in the background and kept while Redis is gone.
 
 refresh on start ──> on every change (pub/sub) and every `poll` seconds ──> until cancelled
 
 Redis gone            the last view stays, `age` grows, `stale` turns true; the loop tries again every `retry` s
-Redis back, emptied   its epoch differs: known workers stay in view for `grace` seconds, time to register again
+Redis back, emptied   the epoch differs: known workers stay in view for `grace` seconds, to register again
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tandem.registry.registry import Registry
 from tandem.registry.worker import LiveWorker
 
 log = structlog.get_logger(__name__)
-# Bursts of changes, such as a cluster starting, are read once.
+# A burst of changes within this time, such as a cluster's start, is read once.
 SETTLE_S = 0.02
 
 
@@ -49,12 +49,12 @@ class ClusterView:
 
     @property
     def workers(self) -> list[LiveWorker]:
-        """By id, as of `age` seconds ago; a new list when the view was read again, never changed."""
+        """The workers, sorted by id, as of `age` seconds ago. Each read makes a new list; no list is changed."""
         return self._all
 
     @property
     def age(self) -> float:
-        """Seconds since the view was last read from Redis; infinite before the first time."""
+        """Seconds since the view was last read from Redis; infinite before the first read."""
         return float("inf") if self._read_at is None else asyncio.get_running_loop().time() - self._read_at
 
     @property
@@ -62,11 +62,11 @@ class ClusterView:
         return self.age > self._stale_after
 
     async def refresh(self) -> None:
-        """Read the workers now. Raises RegistryUnavailable."""
+        """Reads the workers now. Raises RegistryUnavailable."""
         self._take(await self.registry.snapshot())
 
     async def wait_changed(self, timeout: float) -> bool:
-        """True when another list of workers was read within `timeout` seconds from now."""
+        """Waits up to `timeout` seconds for a read that changes the list of workers. Returns True if there was one."""
         self._changed.clear()
         try:
             async with asyncio.timeout(timeout):
@@ -76,7 +76,7 @@ class ClusterView:
         return True
 
     async def run(self) -> None:
-        """Keep the view fresh until cancelled."""
+        """Keeps the view fresh until cancelled."""
         while True:
             try:
                 await self._follow()
@@ -95,7 +95,7 @@ class ClusterView:
                     await asyncio.sleep(SETTLE_S)
 
     async def _look_at_policy(self) -> None:
-        """Warn of a Redis that forgets; once for each policy."""
+        """Warns of a Redis that evicts keys; once for each eviction policy."""
         before, self._policy = self._policy, await self.registry.unreadable.evicts()
         if self._policy not in ("", before):
             log.warning(self._policy)

@@ -1,8 +1,8 @@
-"""A worker as the registry knows it, and as it is written in Redis.
+"""A worker's record in the registry, and its format in Redis.
 
     info   fixed for one incarnation: where it listens, what it serves
     load   changes with every heartbeat: room and queue
-    reserved_*   what gateways hold there for requests, until they release it
+    reserved_*   what gateways have reserved there for requests
 
 In Redis a worker is one hash whose fields are these names; lists are JSON, everything else is plain text, so that Lua
 reads a number without parsing a document.
@@ -27,21 +27,21 @@ class Role(StrEnum):
 
 
 class Fallback(StrEnum):
-    """Why a route is not what it should be; also a label of the gateway's metrics."""
+    """Why a request was not routed as its policy asks; also a label of the gateway's metrics."""
 
-    NO_LIVE_WORKER = "no_live_worker"  # of the prefill role, as all below
+    NO_LIVE_WORKER = "no_live_worker"  # no live prefill worker; all reasons below are about prefill workers, too
     TOO_LARGE = "too_large"
     EXCLUDED = "excluded"
     DRAINING = "draining"
-    KV_LAYOUT = "kv_layout"  # none that a decode worker has
+    KV_LAYOUT = "kv_layout"  # no decode worker has their KV layout
     NO_PROVEN_LINK = "no_proven_link"
     STUCK = "stuck"
-    LAST_VIEW = "last_view"  # the registry knows nobody who can take it, the gateway's view does
+    LAST_VIEW = "last_view"  # the registry has no worker that can take the request, but the gateway's view has
     REGISTRY_UNAVAILABLE = "registry_unavailable"
 
 
 class ModelKey(NamedTuple):
-    """A model as gateways tell it from others: by its name, and by what makes tokens of its text."""
+    """The identity of a model for gateways: its name, and the fingerprint of its tokenizer's files."""
 
     name: str
     fingerprint: str
@@ -56,7 +56,7 @@ SIZES = ("block_size", "num_blocks", "max_num_seqs", "max_model_len")
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """One incarnation of a worker. Sizes are in tokens or blocks of `block_size` tokens."""
+    """An incarnation of a worker. Sizes are in tokens or blocks of `block_size` tokens."""
 
     worker_id: str
     role: Role
@@ -64,7 +64,7 @@ class WorkerInfo:
     grpc_address: str
     transfer_address: str  # host:port of the KV listener
     model: str
-    revision: str  # of the weights
+    revision: str  # the weights' revision
     layout_hash: str
     block_size: int
     num_blocks: int
@@ -72,13 +72,13 @@ class WorkerInfo:
     max_model_len: int
     transports: tuple[str, ...]
     host: str
-    process: str = ""  # as tandem/liveness/same_host.py names it
-    fingerprint: str = ""  # of the files by which its text becomes tokens; empty: no gateway can serve it
-    metrics_address: str = ""  # where Prometheus reads it; empty: nowhere
-    node: str = ""  # these three: its location
+    process: str = ""  # the process's name by tandem/liveness/same_host.py
+    fingerprint: str = ""  # the fingerprint of the tokenizer's files; empty: no gateway can serve it
+    metrics_address: str = ""  # where Prometheus scrapes it; empty: nowhere
+    node: str = ""  # node, NVLink domain and zone are its location
     nvlink_domain: str = ""
     zone: str = ""
-    vocab_size: int = 0  # of its logits, which are not its tokenizer's words; 0: it does not say
+    vocab_size: int = 0  # the size of its logits, which may differ from the tokenizer's; 0: unknown
 
     @property
     def key(self) -> ModelKey:
@@ -116,17 +116,17 @@ class WorkerLoad:
     num_waiting: int
     num_running: int
     queued_tokens: int  # prompt tokens accepted and not yet computed
-    likely_tokens: int = 0  # decode: of an answer, which it takes blocks for in advance; 0: for all that it may have
-    draining: bool = False  # finish what you have, take nothing new
-    linked: tuple[str, ...] = ()  # prefill: incarnations of decode workers it has moved a block to
-    stuck: bool = False  # its engine takes far longer over a step than it ever did of late
+    likely_tokens: int = 0  # decode: tokens of an answer that it reserves blocks for; 0: for the longest answer
+    draining: bool = False  # it finishes its sequences and takes no new ones
+    linked: tuple[str, ...] = ()  # prefill: incarnations of the decode workers that it has moved a block to
+    stuck: bool = False  # its engine's step takes far longer than recent ones
     adapters: tuple[str, ...] = ()  # revisions of the LoRA adapters in its memory
-    # Measured; 0 is not yet, and a nominal value holds.
+    # Measured rates; 0: not measured yet, and a nominal value counts.
     prefill_tokens_per_s: float = 0.0  # prompt tokens prefilled
-    transfer_tokens_per_s: float = 0.0  # prefill: tokens whose KV is moved, to peers at each distance: near,
-    zone_transfer_tokens_per_s: float = 0.0  # in its zone,
-    far_transfer_tokens_per_s: float = 0.0  # and in another
-    step_s: float = 0.0  # decode: time of one step of the present batch
+    transfer_tokens_per_s: float = 0.0  # prefill: tokens whose KV is moved to near peers
+    zone_transfer_tokens_per_s: float = 0.0  # the same, to other peers in its zone
+    far_transfer_tokens_per_s: float = 0.0  # the same, to peers in another zone
+    step_s: float = 0.0  # decode: seconds of one step of the present batch
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -145,7 +145,7 @@ class LiveWorker:
     load: WorkerLoad
     reserved_tokens: int  # prompt tokens routed here and not yet computed
     reserved_blocks: int  # blocks held for sequences routed here
-    generation: str  # of its lease: each one taken has a higher one
+    generation: str  # its lease's generation: each new lease has a higher one
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,26 +153,26 @@ class Place:
     """A worker's part in a route."""
 
     info: WorkerInfo
-    cached_tokens: int  # of the prompt, held or expected there
+    cached_tokens: int  # prompt tokens that it holds, or is expected to hold
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The workers of one request. `prefill` is None if the decode worker prefills the prompt itself; `holder` is
-    known to have more of the prompt cached than the prefill worker, which had better fetch that than compute it."""
+    """The workers of one request. `prefill` is None if the decode worker prefills the prompt itself; `holder` has
+    more of the prompt cached than the prefill worker, which should fetch that rather than compute it."""
 
     decode: Place
     prefill: Place | None
     holder: Place | None
     reservation_id: str
     reason: str
-    fallback: Fallback | None  # None: it went the way it should
+    fallback: Fallback | None  # None: the route is what the policy asks for
 
     @classmethod
     def of(cls, places: Sequence[Place], reservation_id: str, why: str, fallback: Fallback | None) -> Route:
-        """`places`: to decode, to prefill if that is another, to fetch from if there is one.
+        """Makes a route. `places`: the decode worker, the prefill worker if it is another, the holder if there is one.
 
-        Its reason says the path, the cached tokens and why.
+        The route's reason names the path, the cached tokens and `why`.
         """
         decode, (prefill, holder) = places[0], [*places[1:], None, None][:2]
         if prefill is None:
@@ -186,7 +186,7 @@ class Route:
 
 
 T = TypeVar("T", WorkerInfo, WorkerLoad)
-# Beyond these a number is none that a worker counts.
+# The largest size, and the largest load, that is accepted of a worker.
 MOST_SIZE, MOST_LOAD = 2**31 - 1, 2**53
 ADDRESS = re.compile(r"[^\x00-\x1f\x7f\ufffd]+:\d+")
 
@@ -198,7 +198,7 @@ def _listed(text: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-# By the type of a field: how its text is read back.
+# The parser of each type of field.
 READ: Mapping[str, Callable[[str], Any]] = {
     "str": str,
     "int": int,
@@ -210,15 +210,15 @@ READ: Mapping[str, Callable[[str], Any]] = {
 
 
 def encode(part: WorkerInfo | WorkerLoad) -> list[str]:
-    """Name, value, name, value … as written in the worker's hash."""
+    """Returns name, value, name, value … to write to the worker's hash."""
     return [text for field in fields(part) for text in (field.name, _write(getattr(part, field.name)))]
 
 
 def decode(worker_id: str, flat: Sequence[str]) -> LiveWorker:
-    """The worker of one hash, given as name, value, name, value …
+    """Returns the worker of a hash, given as name, value, name, value …
 
     Raises:
-        MISREAD: it is no worker's, or not this one's.
+        MISREAD: the hash is malformed, or is another worker's.
     """
     row = dict(zip(flat[::2], flat[1::2], strict=True))
     reserved = int(row["reserved_tokens"]), int(row["reserved_blocks"])
@@ -240,6 +240,6 @@ def _write(value: object) -> str:
 
 
 def _read(kind: type[T], row: Mapping[str, str]) -> T:
-    """Fields that a worker of an older version does not say are as if they were not known."""
+    """Parses info or load. Fields that an older version does not write get their defaults."""
     known = (field for field in fields(kind) if field.name in row)
     return kind(**{field.name: READ[str(field.type)](row[field.name]) for field in known})

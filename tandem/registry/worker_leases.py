@@ -1,4 +1,4 @@
-"""A worker's lease, and the KV blocks that are found at it while the lease lasts.
+"""A worker's lease, and the KV blocks that the registry finds at the worker while the lease lasts.
 
 register ── heartbeat … ── deregister          the lease ends by itself `ttl` after the last heartbeat
 publish_blocks                                 what its prefix cache has gained and lost
@@ -14,32 +14,34 @@ from tandem.registry.worker import WorkerInfo, WorkerLoad, encode
 
 
 class WorkerLeases:
-    """Leases of workers, as a worker takes and renews its own."""
+    """Takes, renews and ends workers' leases; each worker its own."""
 
     def __init__(self, connection: RegistryConnection) -> None:
         self._connection = connection
 
     async def register(self, info: WorkerInfo, load: WorkerLoad, ttl: float) -> None:
-        """Take the worker's lease for `ttl` seconds.
+        """Takes the worker's lease for `ttl` seconds.
 
-        Another incarnation at the same address of the same host must have ended, and loses everything at once. One
-        that listens elsewhere may be a worker of another cluster: its lease is not taken over while it lasts.
+        An earlier incarnation at the same address of the same host must have ended: it loses everything immediately.
+        One that listens elsewhere may be another cluster's worker: its lease is not taken over while it lasts.
 
-        A worker that could pair with none is refused: live workers of the other role serve its model and revision,
-        and all of them have another KV layout. Other weights are another revision, so they are rolled out side by
-        side; for another layout of the same weights, a worker of each role has to come (or those of the other role to
-        leave or drain): one that was refused gets in when it registers again within ten minutes.
+        A worker without a possible partner is refused: live workers of the other role serve its model and revision,
+        but all have another KV layout. Other weights are another revision, so both are served side by side. For
+        another layout of the same weights, a worker of each role has to register within ten minutes (or those of
+        the other role leave or drain); a refused worker is then accepted when it registers again.
 
         Raises:
-            WorkerIdTaken: by a worker elsewhere; names it.
-            IncompatibleLayout: names both layouts.
+            WorkerIdTaken: a worker elsewhere has the lease; the error names it.
+            IncompatibleLayout: no worker of the other role has its KV layout; the error names both layouts.
             StaleIncarnation: a later registration has replaced this incarnation, or it has deregistered.
         """
         await self._lease("register", info, load, ttl)
 
     async def heartbeat(self, info: WorkerInfo, load: WorkerLoad, ttl: float) -> bool:
-        """Renew the lease. True if it had to be taken anew (Redis lost it, or it had run out): blocks must then be
-        published again.
+        """Renews the lease.
+
+        Returns True if it had to be taken again (Redis lost it, or it had run out): the worker must
+        then publish all its blocks again.
 
         Raises:
             StaleIncarnation: another incarnation holds the lease, or this one was replaced or has deregistered.
@@ -47,13 +49,13 @@ class WorkerLeases:
         return await self._lease("heartbeat", info, load, ttl) == "new"
 
     async def deregister(self, worker_id: str, incarnation: str) -> None:
-        """End the lease, if this incarnation has it. It cannot come back."""
+        """Ends the lease, if this incarnation has it. The incarnation cannot register again."""
         await self._connection.call("deregister", worker_id, incarnation)
 
     async def publish_blocks(
         self, worker_id: str, incarnation: str, stored: Sequence[bytes], removed: Sequence[bytes]
     ) -> None:
-        """Report which KV blocks the worker's prefix cache has gained and lost, net: no hash in both.
+        """Reports the KV blocks that the worker's prefix cache has gained and lost. No hash may be in both.
 
         Raises:
             StaleIncarnation: this incarnation holds no lease.

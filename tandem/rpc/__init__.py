@@ -1,4 +1,4 @@
-"""gRPC as every process uses it: servers, channels, and the services that all of them have. Anyone may enter."""
+"""gRPC for all processes: servers, channels, and the services that every process has. Anyone may enter."""
 
 from tandem.hosts import address
 from tandem.rpc.drain import DrainService

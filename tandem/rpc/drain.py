@@ -1,6 +1,6 @@
-"""Draining at an orchestrator's request, before it sends SIGTERM: served on the health port, to this machine only.
+"""Draining at an orchestrator's request, before it sends SIGTERM: a service on the health port, for this machine only.
 
-tandem drain ──Drain──> not ready; takes nothing new; ends what runs ──> answered ──> SIGTERM ends an idle process
+tandem drain ──Drain──> not ready; takes nothing new; finishes requests ──> answered ──> SIGTERM ends an idle process
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from tandem.v1 import process_pb2, process_pb2_grpc
 
 
 class DrainService(process_pb2_grpc.ProcessServiceServicer):
-    """`drain` returns whether nothing was left to do within the process's drain time; it may be called again."""
+    """The service.
+
+    `drain` returns True if nothing was left to do within the drain time; it may be called repeatedly.
+    """
 
     def __init__(self, drain: Callable[[], Awaitable[bool]]) -> None:
         self._drain = drain

@@ -1,9 +1,9 @@
-"""gRPC the way every Tandem process uses it.
+"""gRPC servers and channels with Tandem's settings.
 
     server    health and reflection on; an interceptor around every call (tandem/rpc/interceptor.py)
     channel   quick reconnects
-    within the cluster, both prove the cluster's secret and speak TLS where there is one (tandem/security/)
-    both      pings, so that a cut cable is noticed in the end; streams between gateway and workers have their own
+    within the cluster, both prove the cluster's secret and use TLS, if configured (tandem/security/)
+    both      pings, so that a cut cable is noticed eventually; streams between gateway and workers have their own
 
 Handlers raise `Refused(status, message)`; anything else is a bug, logged whole and answered with INTERNAL.
 """
@@ -26,13 +26,13 @@ from tandem.rpc.interceptor import PROOF, Interceptor
 from tandem.rpc.interceptor import Refused as Refused
 from tandem.security import NAME, NO_SECRET, OPEN, TLS, Security
 
-# A health service that is SERVING from a process's start to its end; "" and the others say whether it is ready.
+# A health service that is SERVING from a process's start to its end; "" and the others report if it is ready.
 LIVE = "live"
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 MAX_MESSAGE_BYTES = 64 * 2**20
-# A prompt of three million tokens.
+# Room for a prompt of three million tokens.
 MAX_REQUEST_BYTES = 16 * 2**20
-# The last resort, for a slow peer is not dead: 20 s in all. What stands still is noticed by tandem/liveness/silence.py.
+# The last resort, 20 s in all, as a slow peer is not dead. tandem/liveness/silence.py notices blocked peers.
 # grpcio ignores keepalive_timeout_ms; a peer is lost when it leaves a ping unanswered for ping_timeout_ms.
 KEEPALIVE = [
     ("grpc.keepalive_time_ms", 5_000),
@@ -55,16 +55,16 @@ CHANNEL_OPTIONS = [
     *KEEPALIVE,
     *LIMITS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5000),  # how long an attempt may take, by another name
+    ("grpc.min_reconnect_backoff_ms", 5000),  # despite its name the timeout of an attempt
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),  # a machine's http_proxy leads out of the cluster
+    ("grpc.enable_http_proxy", 0),  # a machine's http_proxy would lead out of the cluster
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Servicer:
-    """One service to serve: its full name, its implementation, and the generated function that adds it."""
+    """A service to serve: its full name, its implementation, and the generated function that adds it."""
 
     name: str
     implementation: Any
@@ -89,7 +89,7 @@ class Server:
             await self._health.set(name, status)
 
     async def add_probes(self, host: str, port: int, servicer: Servicer | None = None) -> None:
-        """Answer for the same health on a port of its own, where `servicer` is served beside it.
+        """Reports the same health on a port of its own, which also serves `servicer`.
 
         Raises:
             OSError: the address cannot be bound.
@@ -102,7 +102,7 @@ class Server:
         await self._probes.start()
 
     async def stop(self, grace: float) -> None:
-        """Refuse new calls, let running ones end for `grace` seconds, then cancel them."""
+        """Refuses new calls, lets running calls end for `grace` seconds, then cancels them."""
         await self._health.enter_graceful_shutdown()
         await self._interceptor.turn_away()
         await self._server.stop(grace)
@@ -123,11 +123,11 @@ async def serve(
     make_server: Callable[..., aio.Server] = aio.server,
     wall: Callable[[], float] = time.time,
 ) -> Server:
-    """Start serving on host:port (0 chooses a free one, see `Server.port`); not healthy until `set_serving(True)`.
+    """Starts serving on host:port (0: a free one, see `Server.port`); not healthy until `set_serving(True)`.
 
-    `known_as`: the host that callers know it by, where that is not `host`: with a secret, calls to another address are
+    `known_as`: the host in callers' addresses, if it is not `host`: with a secret, calls to another address are
     refused. `shared_port`: other processes may listen there, too, and each gets a part of the connections.
-    `max_connections`: more are refused; None: as many as there are files to be opened.
+    `max_connections`: more are refused; None: as many as the limit of open files allows.
 
     Raises:
         OSError: the address cannot be bound.
@@ -158,7 +158,7 @@ def _options(max_receive_bytes: int, shared_port: bool, max_connections: int | N
 
 
 def _add_reflection(server: aio.Server, names: Sequence[str]) -> None:
-    """v1alpha, and v1: the same messages, under a name that newer clients ask for first."""
+    """Adds reflection as v1alpha, and as v1: the same messages under the name that newer clients ask for first."""
     reflection.enable_server_reflection(names, server)
     servicer = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]
     handler = grpc.stream_stream_rpc_method_handler(
@@ -176,12 +176,14 @@ def _bind(server: aio.Server, host: str, port: int, tls: TLS | None = None) -> i
             return server.add_secure_port(address(host, port), _server_credentials(tls))
         return server.add_insecure_port(address(host, port))
     except RuntimeError as error:
-        resolved(host)  # raises for a host that there is not
+        resolved(host)  # raises for an unknown host
         raise OSError(f"cannot listen on {address(host, port)}: {error}") from None
 
 
 def channel(address: str, security: Security = OPEN, wall: Callable[[], float] = time.time) -> aio.Channel:
-    """A channel to one process. The caller closes it. With a secret, each call proves it anew, to this address alone.
+    """Returns a channel to one process, which the caller closes.
+
+    With a secret, each call has its own proof for this address.
 
     Raises:
         OSError: a certificate cannot be read.
@@ -193,7 +195,7 @@ def channel(address: str, security: Security = OPEN, wall: Callable[[], float] =
 
 
 class _Proving:
-    """A channel whose calls carry a proof. gRPC's own interceptors would cost a stream some time for each message."""
+    """A channel whose calls carry a proof. gRPC's own interceptors would cost time for each message of a stream."""
 
     def __init__(self, channel: aio.Channel, proof: Callable[[], tuple[str, str]]) -> None:
         self._channel, self._proof = channel, proof
@@ -228,16 +230,19 @@ def _read(tls: TLS) -> tuple[bytes, bytes, bytes]:
 
 
 def _server_credentials(tls: TLS) -> grpc.ServerCredentials:
-    """For peers with a certificate of the cluster; renewed files count from the next handshake."""
-    renewed: Any = RenewedFiles(tls)  # grpc-stubs do not know of None
+    """Returns credentials that admit peers with a certificate of the cluster.
+
+    Renewed files count from the next handshake.
+    """
+    renewed: Any = RenewedFiles(tls)  # grpc-stubs do not declare that it may be None
     return grpc.dynamic_ssl_server_credentials(renewed.first, renewed, require_client_authentication=True)
 
 
 class RenewedFiles:
-    """Answers gRPC before each handshake: other certificates, or None while the files are as they were.
+    """Returns new certificates to gRPC before a handshake; None while the files are unchanged.
 
-    gRPC frees the old ones without asking who else is in a handshake: given anew each time, two peers that connect at
-    once end the process with SIGSEGV (grpc 1.85).
+    gRPC frees the old certificates even if another handshake uses them: if new ones were returned each time, two peers
+    that connect concurrently would crash the process with SIGSEGV (grpc 1.85).
     """
 
     def __init__(self, tls: TLS) -> None:

@@ -1,4 +1,4 @@
-"""A process's integrity report, by gRPC."""
+"""A gRPC service that returns a process's integrity report."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Wraps every call to a gRPC server of Tandem.
 
-refuse     a caller without the cluster's secret, or with another service's certificate; everyone, once the server stops
+refuse     a caller without the cluster's secret, or with another service's certificate; all, once the server stops
 join       the caller's trace
 translate  `Refused` into its status; anything else is a bug, logged whole and answered with INTERNAL
 """
@@ -23,14 +23,14 @@ from tandem.security import ClusterSecret
 
 log = structlog.get_logger(__name__)
 
-PROOF = "tandem-proof"  # metadata
+PROOF = "tandem-proof"  # the metadata key of a call's proof
 STOPPING = grpc.StatusCode.UNAVAILABLE, "the process is stopping"
-# A server that stops refuses calls until none has come for QUIET_S.
+# A stopping server refuses calls until none has come for QUIET_S.
 QUIET_S, TURN_AWAY_S = 0.03, 0.5
 
 
 class Refused(Exception):
-    """A handler's typed answer "no": the status and what would be right."""
+    """A handler's typed refusal: the status, and what a right request would be."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -39,18 +39,21 @@ class Refused(Exception):
 
 
 class Interceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Joins the caller's trace; maps exceptions to statuses; refuses all but health to those without the secret."""
+    """Joins callers' traces, maps exceptions to statuses, and refuses callers without the secret all but health."""
 
     def __init__(self, secret: ClusterSecret, wall: Callable[[], float], peer_name: str = "") -> None:
-        """`peer_name`: that callers' certificates are for; empty: they need none."""
-        self.address = ""  # as its callers know it
+        """`peer_name`: the name that callers' certificates must have; empty: callers need no certificate."""
+        self.address = ""  # the address that callers use
         self._secret, self._wall, self._peer_name = secret, wall, peer_name
         self._turns_away = False
         self._num_calls = 0
 
     async def turn_away(self) -> None:
-        """From now on a call is UNAVAILABLE. Returns in a moment without calls: when a server stops, gRPC ends those
-        that it has received and not handed over as CANCELLED, which no client takes for a reason to try again."""
+        """Refuses all calls as UNAVAILABLE from now on, and returns at a moment without calls.
+
+        Otherwise the stop of gRPC's server would end calls that it has not handed over yet as CANCELLED, which clients
+        do not retry.
+        """
         self._turns_away = True
         loop = asyncio.get_running_loop()
         end, known = loop.time() + TURN_AWAY_S, -1
@@ -91,7 +94,7 @@ class Interceptor(aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _refusing(handler: Any, code: grpc.StatusCode, message: str) -> grpc.RpcMethodHandler[Any, Any]:
-    """In the place of `handler`; what was sent is not even parsed."""
+    """Returns a handler that refuses in place of `handler`, without parsing the request."""
 
     async def refuse(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
         await context.abort(code, message)
@@ -107,7 +110,7 @@ def _refusing(handler: Any, code: grpc.StatusCode, message: str) -> grpc.RpcMeth
 
 
 class _Malformed:
-    """In the place of a request that is no message of its kind. gRPC itself would answer UNKNOWN, or INTERNAL."""
+    """Stands for a request that cannot be parsed. gRPC itself would answer UNKNOWN, or INTERNAL."""
 
 
 def _parsed(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -135,7 +138,7 @@ def _checked(behavior: Callable[..., AsyncIterator[Any]]) -> Callable[..., Async
 
 
 def _check_peer(context: aio.ServicerContext[Any, Any], name: str) -> None:
-    """A CA may sign for other services, too."""
+    """Refuses a caller whose certificate is for another name, as a CA may sign for other services, too."""
     if name and name.encode() not in context.auth_context().get("x509_subject_alternative_name", ()):
         raise Refused(grpc.StatusCode.UNAUTHENTICATED, f"this port is for processes with a certificate for {name}")
 

@@ -1,4 +1,4 @@
-"""A profile of the process that serves it, by gRPC."""
+"""A gRPC service that profiles its process."""
 
 from __future__ import annotations
 

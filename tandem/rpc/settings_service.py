@@ -1,4 +1,4 @@
-"""Settings of the process that serves it, for a while, by gRPC."""
+"""A gRPC service that changes its process's settings for a limited time."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class SettingsService(process_pb2_grpc.SettingsServiceServicer):
 
 
 def _changes_of(request: process_pb2.OverrideRequest) -> dict[str, Any]:
-    """
+    """Returns the settings that a request changes.
+
     Raises:
-        ValueError
+        ValueError: the request is malformed.
     """
     if len(request.settings) > MAX_BYTES or len(request.by) > MAX_NAME:
         raise ValueError(f"longer than {MAX_BYTES} characters, or `by` than {MAX_NAME}")

@@ -1,4 +1,4 @@
-"""A process's recent spans, by gRPC."""
+"""A gRPC service that returns its process's recent spans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.v1 import process_pb2, process_pb2_grpc
 
 class TraceService(process_pb2_grpc.TraceServiceServicer):
     def __init__(self, spans: Callable[[int], bytes]) -> None:
-        """`spans`: those of a trace, as OpenTelemetry's TracesData."""
+        """`spans`: returns a trace's spans, as OpenTelemetry's TracesData."""
         self._spans = spans
         self.servicer = Servicer("tandem.v1.TraceService", self, process_pb2_grpc.add_TraceServiceServicer_to_server)
 

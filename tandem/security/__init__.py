@@ -1,4 +1,4 @@
-"""Who may call: processes of one cluster by its secret and TLS, clients by API keys. Anyone may enter."""
+"""Authentication: of a cluster's processes by its secret and TLS, of clients by API keys. Anyone may enter."""
 
 from tandem.security.api_keys import (
     DEFAULT_TIER,

@@ -1,10 +1,10 @@
-"""API keys and what they allow: one JSON file, which the gateway follows and `tandem keys` writes.
+"""API keys and their rights: one JSON file, which the gateway follows and `tandem keys` writes.
 
     {"tiers": {"default": {"requests_per_minute": 60, "tokens_per_minute": 100000, "concurrent_requests": 8}},
      "keys":  [{"id": "3f9c01a2", "sha256": "…", "tenant": "acme", "tier": "default", "created": "2026-01-31"}]}
 
-A key is `tk-<id>-<secret>`. The secret has 256 random bits, so its SHA-256 tells nothing of it and no slow hash is
-needed; the file holds only that. A limit that a tier does not name does not exist.
+A key is `tk-<id>-<secret>`. The secret has 256 random bits, so its SHA-256, which is all that the file has, reveals
+nothing, and no slow hash is needed. A tier has only the limits that it names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Part(BaseModel):
 
 
 class Tier(Part):
-    """Limits of each tenant of a tier. Prices are for a million tokens, in the unit of the budget."""
+    """The limits of each tenant of a tier. Prices are per million tokens, in the budget's unit."""
 
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
@@ -38,11 +38,11 @@ class Tier(Part):
     max_new_tokens: int | None = Field(default=None, ge=1)
     daily_budget: float | None = Field(default=None, gt=0)
     prompt_price: float = Field(default=0.0, ge=0)
-    cached_prompt_price: float | None = Field(default=None, ge=0)  # as prompt_price where it is not given
+    cached_prompt_price: float | None = Field(default=None, ge=0)  # None: prompt_price
     completion_price: float = Field(default=0.0, ge=0)
 
     def cost(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> float:
-        """`cached_tokens` are those of the prompt that nobody had to compute."""
+        """Returns the cost of a request. `cached_tokens`: the prompt tokens that were cached."""
         cached_price = self.prompt_price if self.cached_prompt_price is None else self.cached_prompt_price
         cached = min(cached_tokens, prompt_tokens)
         prompt = (prompt_tokens - cached) * self.prompt_price + cached * cached_price
@@ -55,11 +55,11 @@ class ApiKey(Part):
     tenant: str = Field(min_length=1, max_length=256)
     tier: str = DEFAULT_TIER
     created: str = ""
-    # Its requests may name other tenants, as those of a proxy do that has authenticated its clients itself.
+    # The key's requests may name other tenants: for a proxy that has authenticated its clients itself.
     names_tenants: bool = False
-    # Models and adapters that its requests may name; all of them where this is not given.
+    # Models and adapters that the key's requests may name; None: all.
     models: frozenset[str] | None = None
-    # It may load and unload adapters.
+    # The key may load and unload adapters.
     manages_models: bool = False
 
 
@@ -77,7 +77,7 @@ class Keys(Part):
         return self
 
     def find(self, text: str) -> ApiKey | None:
-        """The key that this is, if it is one of these. Takes as long whatever part of the secret is wrong."""
+        """Returns the key of this text; None if unknown. Takes the same time whatever part of the secret is wrong."""
         prefix, _, rest = text.partition("-")
         name, _, secret = rest.partition("-")
         said = digest(secret)
@@ -87,9 +87,10 @@ class Keys(Part):
         return None
 
     def add(self, key: ApiKey) -> Keys:
-        """
+        """Returns these keys and one more.
+
         Raises:
-            ValueError: the tier is none of these.
+            ValueError: the key's tier is unknown.
         """
         return Keys(tiers=self.tiers, keys=(*self.keys, key))
 
@@ -102,18 +103,20 @@ def digest(secret: str) -> str:
 
 
 def read_keys(path: Path) -> Keys:
-    """
+    """Reads a keys file.
+
     Raises:
-        OSError: it cannot be read.
-        ValueError: what is wrong in it, in one line.
+        OSError: the file cannot be read.
+        ValueError: what is wrong in the file, in one line.
     """
     return parse_keys(path.read_bytes(), path)
 
 
 def parse_keys(content: bytes, path: Path) -> Keys:
-    """
+    """Parses the content of a keys file.
+
     Raises:
-        ValueError: what is wrong in it, in one line.
+        ValueError: what is wrong in the file, in one line.
     """
     try:
         return Keys.model_validate_json(content)
@@ -122,16 +125,17 @@ def parse_keys(content: bytes, path: Path) -> Keys:
 
 
 def write_keys(path: Path, keys: Keys) -> None:
-    """As one step, and for its owner only. Raises OSError."""
+    """Writes a keys file atomically, readable only by its owner. Raises OSError."""
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         file.write(keys.model_dump_json(indent=2, exclude_defaults=True).encode() + b"\n")
     os.replace(file.name, path)
 
 
 def check_exposed(host: str, keys: Path | None, insecure: bool) -> None:
-    """
+    """Checks that a gateway which other machines can reach requires keys, unless `insecure`.
+
     Raises:
-        ValueError: others could reach a gateway at `host`, and it would serve any of them.
+        ValueError: the gateway would serve any client.
     """
     if not (keys or insecure or is_loopback(host)):
         raise ValueError(
@@ -140,7 +144,7 @@ def check_exposed(host: str, keys: Path | None, insecure: bool) -> None:
 
 
 def text_of(id: str, secret: str) -> str:
-    """As a client says it."""
+    """Returns a key's text, which its client sends."""
     return f"{PREFIX}-{id}-{secret}"
 
 

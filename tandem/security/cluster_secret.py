@@ -1,11 +1,12 @@
-"""How the processes of one cluster know each other, and strangers do not get in.
+"""Authentication between the processes of one cluster.
 
     cluster secret   a file that all of them can read. It never crosses a wire: gRPC calls, KV links and landing tickets
-                     carry proofs of what they say. A call says whom it is for and when it was made, so one that is
-                     overheard opens no other door, and this one not for long
-    TLS              gRPC between them: each shows a certificate for NAME, signed by the cluster's own CA
+                     carry proofs of their content. A call names its receiver and its time, so a call that was
+                     overheard is valid for no other process, and only for a short time
+    TLS              gRPC between processes: each shows a certificate for NAME, signed by the cluster's own CA
 
-Either, both or none: without both, who reaches a port gets in, so ports belong on loopback or a private network.
+Either, both or none may be used. With none, any process that reaches a port is served, so ports belong on loopback or a
+private network.
 """
 
 from __future__ import annotations
@@ -19,25 +20,26 @@ from pydantic import Field
 
 from tandem.settings import Settings
 
-# Whom every certificate of a cluster is for, whatever its host is called.
+# The name in every certificate of a cluster, whatever the host's name.
 NAME = "cluster.tandem"
 MIN_SECRET_BYTES = 16
-# How far the clocks of two hosts may be apart, and how long a call that was overheard can be repeated.
+# The largest difference of two hosts' clocks, and the time for which an overheard call can be replayed.
 MAX_SKEW_S = 120
 
 
 class ClusterSecret:
-    """Empty: there is none, and everything is proven."""
+    """The cluster's secret. Empty: there is none, and every proof is valid."""
 
     def __init__(self, secret: bytes = b"") -> None:
         self._secret = secret
 
     @classmethod
     def read(cls, path: Path) -> ClusterSecret:
-        """
+        """Reads a secret's file.
+
         Raises:
-            OSError: it cannot be read.
-            ValueError: it is too short.
+            OSError: the file cannot be read.
+            ValueError: the secret is too short.
         """
         secret = path.read_bytes().strip()
         if len(secret) < MIN_SECRET_BYTES:
@@ -48,7 +50,7 @@ class ClusterSecret:
         return bool(self._secret)
 
     def proof(self, purpose: str, said: bytes = b"") -> str:
-        """That somebody who has the secret has said this, for this purpose; empty where there is none."""
+        """Returns the proof that a process with the secret said this, for this purpose; empty without a secret."""
         if not self._secret:
             return ""
         return hmac.new(self._secret, purpose.encode() + b"\0" + said, "sha256").hexdigest()
@@ -57,12 +59,12 @@ class ClusterSecret:
         return hmac.compare_digest(proof.encode(), self.proof(purpose, said).encode()) if self._secret else True
 
     def call_proof(self, address: str, now: float) -> str:
-        """For a call to the process at `address`, which is `now`."""
+        """Returns the proof of a call to the process at `address`, made `now`."""
         said = f"{int(now)} {address}"
         return f"{said} {self.proof('call', said.encode())}"
 
     def wrong_with(self, proof: str, address: str, now: float) -> str:
-        """Why a call with this proof is none of the cluster's to the process at `address`; empty where it is one."""
+        """Returns what is wrong with the proof of a call to the process at `address`; empty if it is valid."""
         said, _, proven = proof.rpartition(" ")
         if not self.proves(proven, "call", said.encode()):
             return "this port is for processes with --cluster-secret, a file that tandem up makes beside its logs"
@@ -79,7 +81,7 @@ NO_SECRET = ClusterSecret()
 
 @dataclass(frozen=True, slots=True)
 class TLS:
-    """PEM files. They may be replaced at any time: each new connection is made with what is in them then."""
+    """PEM files, which may be replaced at any time: each new connection uses their present content."""
 
     certificate: Path
     key: Path
@@ -100,7 +102,7 @@ OPEN = Security()
 
 
 class ClusterSettings(Settings):
-    """Settings of every process of a cluster."""
+    """The settings that every process of a cluster has."""
 
     cluster_secret: Path | None = Field(None, description="file with the secret that all processes of a cluster share")
     tls: Path | None = Field(
@@ -111,7 +113,8 @@ class ClusterSettings(Settings):
 
     @cached_property
     def security(self) -> Security:
-        """
+        """Reads the secret, and returns it with the TLS files.
+
         Raises:
             OSError, ValueError: the secret cannot be read.
         """

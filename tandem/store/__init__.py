@@ -1,4 +1,4 @@
-"""Keeps what clients ask for, in a Redis of its own that may forget. The gateway may enter."""
+"""Keeps data for clients in a Redis of its own that may evict it. The gateway may enter."""
 
 from tandem.store.store import Store, StoreUnavailable
 

@@ -1,7 +1,7 @@
-"""A Redis that may forget: its memory is bounded there, and everything ends some time after it was last written.
+"""A Redis that may evict: its memory is bounded, and every key expires some time after its last write.
 
-record    fields of one key, written together and forgotten together
-list      a first entry and those that are appended; forgotten as a whole, so that what is appended has what was before
+record    the fields of one key, written together and evicted together
+list      a first entry and appended entries, evicted as a whole, so that an entry always follows all earlier ones
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from tandem.registry import Argument, Master, RedisAddress, ReplyError, Wire
 
 
 class StoreUnavailable(Exception):
-    """It did not answer in time, or refused. What was to be written may have been."""
+    """The store did not answer in time, or refused. A write may still have taken effect."""
 
 
 class Store:
-    """Each call ends within `timeout` seconds, and may raise StoreUnavailable. `close` ends it."""
+    """A client of the store. Each call ends within `timeout` seconds and may raise StoreUnavailable. `close` it."""
 
     def __init__(self, url: str, namespace: str, timeout: float) -> None:
-        """Connects when first used.
+        """Makes a client that connects at first use.
 
         Raises:
             ValueError: the URL is malformed.
@@ -34,28 +34,31 @@ class Store:
         await self._ask(("HSET", self._prefix + key, *flat), ("EXPIRE", self._prefix + key, ttl_s))
 
     async def read(self, key: str, *fields: str) -> list[bytes] | None:
-        """None where one of them is not there."""
+        """Returns the fields of a record; None if any of them is missing."""
         (found,) = await self._ask(("HMGET", self._prefix + key, *fields))
         return None if None in found else list(found)
 
     async def delete(self, *keys: str) -> int:
-        """Returns how many of them were there."""
+        """Deletes keys. Returns the number that existed."""
         (count,) = await self._ask(("DEL", *(self._prefix + key for key in keys)))
         return int(count)
 
     async def begin(self, key: str, entries: Sequence[bytes], ttl_s: int) -> None:
-        """A list under a key that nothing else has."""
+        """Begins a list under an unused key."""
         await self._ask(("RPUSH", self._prefix + key, *entries), ("EXPIRE", self._prefix + key, ttl_s))
 
     async def append(self, key: str, entries: Sequence[bytes], ttl_s: int) -> bool:
-        """False where the list is gone."""
+        """Appends entries to a list. Returns False if the list is gone."""
         length, _ = await self._ask(
             ("RPUSHX", self._prefix + key, *entries), ("EXPIRE", self._prefix + key, ttl_s)
         )  # fmt: skip
         return bool(length)
 
     async def entries(self, key: str, start: int = 0) -> list[bytes]:
-        """From `start` on; nothing where there is no such list. An entry that was sent twice is there once."""
+        """Returns a list's entries from `start` on; none without the list.
+
+        An entry that was sent twice is returned once.
+        """
         (found,) = await self._ask(("LRANGE", self._prefix + key, start, -1))
         return list(dict.fromkeys(found))
 

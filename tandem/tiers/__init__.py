@@ -1,9 +1,9 @@
-"""Places below a worker's KV cache where blocks outlive it. Workers may enter.
+"""Tiers below a worker's KV cache, which keep blocks that it evicts. Workers may enter.
 
-a block's bytes, by its name ──> HostBlocks: memory of this process, while it lives
+a block's bytes, by its name ──> HostBlocks: memory of this process, until it ends
                              ──> BlockFiles: one checked file each, in a folder of one process ──> the next start
-                             Worth: which of them goes first where they are full
-                       KVTier  one of them on a thread of its own: bounded waits, and a pause where it fails
+                             Worth: which block a full tier drops first
+                       KVTier  a tier on a thread of its own: bounded waits, and a pause after a failure
 """
 
 from tandem.tiers.block_files import BlockFiles

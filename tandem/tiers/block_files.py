@@ -1,11 +1,11 @@
-"""Blocks as files: one a block, named by its chained hash, so that what is found is what was asked for, or nothing.
+"""Blocks as files: one file per block, named by its chained hash, so that a look-up finds the right block or none.
 
-    folder/<layout>-<n>/        of one process at a time, by `lock`; the next one of that layout takes it over
+    folder/<layout>-<n>/        of one process at a time, by `lock`; the next process of that layout takes it over
         ab/cdef…                magic, version, layout, name, length, checksum; then the block's bytes of all layers
 
-A file that is not whole, or not what its header or its name says, is removed and is a miss. Files appear by renaming,
-and nothing waits for the disk: what a power cut tears, the checksum finds. Beyond the budget the block that is worth
-least goes. Used by one thread; `in` by any.
+A file that is incomplete, or does not match its header or name, is removed and counts as a miss. Files appear by
+renaming, without fsync: the checksum finds a file that a power cut has torn. Beyond the budget the block of least worth
+is dropped. Used by one thread; `in` by any.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from tandem.tiers.worth import Worth
 MAGIC, VERSION = b"TANDEMKV", 1
 HEADER = Struct("<8sII16s16sQQ")  # magic, version, 0, layout, name, length, checksum
 LOCK, PART = "lock", "part"
-# A folder that no process has used for so long is removed: its model or its worker is not coming back.
+# A folder that no process has used for so long is removed, as its model or worker will not come back.
 KEEP_S = 7 * 24 * 3600.0
 log = structlog.get_logger(__name__)
 
 
 class BlockFiles:
-    """`layout_hash`: 32 hex digits; only blocks of this layout are found. `close` it.
+    """Blocks of one layout in files. `layout_hash`: 32 hex digits. `close` it.
 
     Raises:
         OSError: the folder cannot be made or written.
-        ValueError: not one block fits into the budget.
+        ValueError: the budget is less than one block.
     """
 
     def __init__(self, folder: Path, layout_hash: str, *, block_bytes: int, budget_bytes: int) -> None:
@@ -47,7 +47,7 @@ class BlockFiles:
         if not most:
             raise ValueError(f"kv_disk: {budget_bytes} bytes are less than one block of {block_bytes}")
         self.num_damaged = 0
-        self._used_at = 0  # the last one's, in ns since 1970
+        self._used_at = 0  # the last time stamp given, in ns since 1970
         self._lock, self._folder = _claim(folder, layout_hash)
         self._held = Worth(most)
         self._take_over()
@@ -59,10 +59,10 @@ class BlockFiles:
         return name in self._held
 
     def write(self, name: bytes, block: memoryview) -> None:
-        """Keep a block's bytes, `block_bytes` of them.
+        """Keeps a block, of `block_bytes` bytes.
 
         Raises:
-            OSError: then it is not kept.
+            OSError: the block was not kept.
         """
         while self._held.is_full and name not in self._held:
             self._unlink(self._held.pop())
@@ -71,14 +71,14 @@ class BlockFiles:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
             written = os.writev(file.fileno(), [header, block])
-        if written != len(header) + len(block):  # a full disk takes a part, and says so the next time
+        if written != len(header) + len(block):  # a full disk writes a part, and fails only the next time
             raise OSError(f"{written} bytes of {len(header) + len(block)} were written")
         self._stamp(part)
         part.replace(path)
         self._held.use(name)
 
     def read(self, name: bytes, block: memoryview) -> bool:
-        """Fill `block`; False, with anything in it, where this block is not to be had.
+        """Fills `block`. Returns False, with undefined content, if there is no such block.
 
         Raises:
             OSError: the disk fails.
@@ -99,7 +99,7 @@ class BlockFiles:
         return True
 
     def touch(self, names: Iterable[bytes]) -> None:
-        """They have been used, the last one most recently; the next start knows it, too."""
+        """Marks blocks as used, the last one most recently. The mark outlives the process."""
         for name in names:
             if name in self._held:
                 self._held.use(name)
@@ -113,7 +113,7 @@ class BlockFiles:
         self._lock = -1
 
     def _stamp(self, path: Path) -> None:
-        """The time that the file was used, in order also where the clock stands still for a while."""
+        """Sets a file's time of use, strictly increasing even if the clock stands still."""
         os.utime(path)
         used_at = path.stat().st_mtime_ns
         if used_at <= self._used_at:
@@ -132,7 +132,7 @@ class BlockFiles:
         return self._folder / name[:1].hex() / name[1:].hex()
 
     def _take_over(self) -> None:
-        """Find what the process before left."""
+        """Indexes the blocks that the last process left."""
         found = []
         for path in _files(self._folder):
             stat = path.stat()
@@ -147,7 +147,7 @@ class BlockFiles:
 
 
 def _claim(folder: Path, layout_hash: str) -> tuple[int, Path]:
-    """The first folder of that layout that no process has, and the lock on it."""
+    """Returns the first folder of that layout that no other process uses, and its lock."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for number in count():
         own = folder / f"{layout_hash}-{number}"
@@ -169,7 +169,7 @@ def _remove_forgotten(folder: Path, before: float) -> None:
 
 
 def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock; None where another process does."""
+    """Returns a descriptor that holds the folder's lock; None if another process holds it."""
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

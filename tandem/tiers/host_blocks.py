@@ -1,4 +1,4 @@
-"""Blocks in host memory, by name; beyond the budget the one that is worth least goes.
+"""Blocks in host memory, by name; beyond the budget the block of least worth is dropped.
 
 Used by one thread; `in` by any.
 """
@@ -13,11 +13,11 @@ from tandem.tiers.worth import Worth
 
 
 class HostBlocks:
-    """Memory is taken from the system as blocks come.
+    """Blocks in memory, which is taken from the system as blocks come.
 
     Raises:
-        ValueError: not one block fits into the budget.
-        MemoryError: there is no address space for it.
+        ValueError: the budget is less than one block.
+        MemoryError: the process has not enough address space.
     """
 
     num_damaged = 0
@@ -37,7 +37,7 @@ class HostBlocks:
         return name in self._slots
 
     def write(self, name: bytes, block: memoryview) -> None:
-        """Keep a block's bytes, `block_bytes` of them."""
+        """Keeps a block, of `block_bytes` bytes."""
         slot = self._slots.get(name)
         if slot is None:
             slot = self._slots.pop(self._worth.pop()) if self._worth.is_full else len(self._slots)
@@ -46,7 +46,7 @@ class HostBlocks:
         self._worth.use(name)
 
     def read(self, name: bytes, block: memoryview) -> bool:
-        """Fill `block`; False where this one is not held."""
+        """Fills `block`. Returns False if there is no such block."""
         slot = self._slots.get(name)
         if slot is None:
             return False
@@ -54,7 +54,7 @@ class HostBlocks:
         return True
 
     def touch(self, names: Iterable[bytes]) -> None:
-        """They have been used, the last one most recently."""
+        """Marks blocks as used, the last one most recently."""
         for name in names:
             if name in self._slots:
                 self._worth.use(name)

@@ -1,4 +1,4 @@
-"""One place below the cache, on a thread of its own. One that fails or does not answer is left alone for PAUSE_S."""
+"""A tier on a thread of its own. A tier that fails or does not answer is not used for PAUSE_S."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import structlog
 
 from tandem.process import WorkThreads
 
-# Work of at most 8 MiB that takes longer is a tier that does not answer.
+# The longest wait for work of at most 8 MiB; after it the tier counts as not answering.
 ANSWER_S, PAUSE_S = 1.0, 30.0
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
 class BlockStore(Protocol):
-    """Blocks by name. One thread calls; `in` and `len` are for any."""
+    """A store of blocks by name, used by one thread; `in` and `len` by any."""
 
     num_damaged: int
 
@@ -42,11 +42,11 @@ class TierStats:
 
 
 class KVTier:
-    """Rows are the bytes of one block each. `name` is for logs and metrics."""
+    """A tier. Rows are the bytes of one block each; `name` is for logs and metrics."""
 
     def __init__(self, name: str, store: BlockStore) -> None:
         self.name = name
-        self.num_restored = 0  # counted by who restores
+        self.num_restored = 0  # counted by KVTiers, which restores
         self._store = store
         self._thread = WorkThreads(f"kv-{name}", 1)
         self._num_written = 0
@@ -61,19 +61,19 @@ class KVTier:
         return TierStats(len(store), self._num_written, self.num_restored, store.num_damaged, int(self._is_up))
 
     def lacks(self, block: bytes) -> bool:
-        """True if it should be written."""
+        """True if the block should be written to the tier."""
         return self._is_up and block not in self._store
 
     async def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> None:
-        """Last ones first, so that a chain loses its end before what leads there."""
+        """Writes blocks in reverse order, so that a full tier drops the end of a chain before its beginning."""
         self._num_written += await self._ask(lambda: self._write(blocks)) or 0
 
     async def read(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
-        """Fill each row with its block; returns how many there are, up to the first that is not to be had."""
+        """Fills rows with their blocks up to the first block that is missing. Returns the number of filled rows."""
         return await self._ask(lambda: self._read(blocks)) or 0
 
     async def touch(self, names: Iterable[bytes]) -> None:
-        """They have been used, the last one most recently."""
+        """Marks blocks as used, the last one most recently."""
         await self._ask(lambda: self._store.touch(names))
 
     def close(self) -> None:
@@ -89,7 +89,9 @@ class KVTier:
         return next((i for i, (name, row) in enumerate(blocks) if not self._store.read(name, row)), len(blocks))
 
     async def _ask(self, fn: Callable[[], T]) -> T | None:
-        """Result of `fn` on the tier's thread; None where it fails or does not answer: it is paused then."""
+        """Returns the result of `fn` on the tier's thread; None if it fails or does not answer: the tier is then
+        paused.
+        """
         if not self._is_up:
             return None
         done = self._thread.run(fn)

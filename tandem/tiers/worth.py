@@ -1,9 +1,9 @@
-"""The block of a full tier that goes first: the one that was used longest ago, where each earlier use counts as later.
+"""The order in which a full tier drops blocks: least recently used first, with a bonus for each earlier use.
 
-An earlier use is worth BONUS times the tier's size in uses of others, so that what many prompts begin with survives a
-burst of prompts that never come again, and what was only popular goes in the end. Counts of blocks that have gone are
-kept for as many again, for a cache that is too small for its traffic sees each block only once otherwise.
-`python -m benchmarks.keeping` compares this with what was used longest ago alone.
+The bonus of an earlier use is BONUS times the tier's size, in uses of other blocks, so that a prefix of many prompts
+survives a burst of prompts that never come again, and a prefix that was once popular is dropped in the end. Use counts
+of as many dropped blocks are kept, too, as a tier too small for its traffic would otherwise see each block only once.
+`python -m benchmarks.keeping` compares this with plain LRU.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from heapq import heapify, heappop, heappush
 
-# More keeps shared beginnings better, and conversations that have ended, too.
+# A larger BONUS keeps shared prefixes longer, but also conversations that have ended.
 BONUS, MOST_USES = 0.1, 32
 
 
 class Worth:
-    """Names of up to `size` blocks. Used by one thread; `in` and `len` by any."""
+    """The names of up to `size` blocks with their worth. Used by one thread; `in` and `len` by any."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._now = 0
         self._worth: dict[bytes, float] = {}
         self._uses: dict[bytes, int] = {}
-        self._gone: OrderedDict[bytes, int] = OrderedDict()  # uses of those that have gone, the last one last
-        self._queue: list[tuple[float, bytes]] = []  # with entries that hold no more
+        self._gone: OrderedDict[bytes, int] = OrderedDict()  # numbers of uses of dropped blocks, the last dropped last
+        self._queue: list[tuple[float, bytes]] = []  # a heap, with outdated entries
 
     def __len__(self) -> int:
         return len(self._worth)
@@ -37,7 +37,7 @@ class Worth:
         return len(self._worth) >= self._size
 
     def use(self, name: bytes) -> None:
-        """Add a block, or say that it was used again."""
+        """Adds a block, or counts another use of it."""
         earlier = self._uses.get(name) or self._gone.pop(name, 0)
         self._now += 1
         self._uses[name] = earlier + 1
@@ -48,10 +48,10 @@ class Worth:
             heapify(self._queue)
 
     def pop(self) -> bytes:
-        """Give up the block that is worth least.
+        """Removes and returns the block of least worth.
 
         Raises:
-            IndexError: there is none.
+            IndexError: there is no block.
         """
         worth, name = heappop(self._queue)
         while self._worth.get(name) != worth:
@@ -63,6 +63,6 @@ class Worth:
         return name
 
     def discard(self, name: bytes) -> None:
-        """Forget a block that is not there any more."""
+        """Removes a block that the tier no longer has."""
         self._worth.pop(name, None)
         self._uses.pop(name, None)

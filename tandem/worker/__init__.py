@@ -1,11 +1,11 @@
-"""The common part of prefill and decode workers: settings, engine, KV, work, life. They and commands may enter.
+"""The common part of prefill and decode workers: settings, engine, KV, work, life. Services and commands may enter.
 
-    engine/   the engine as coroutine code knows it
+    engine/   the engine's interface for coroutines
     kv/       links to peers, blocks fetched and published, tiers below the cache
-    work/     streams of gateways and what they ask for
-    life/     a worker from its start to its end, and its process
+    work/     gateways' streams and their requests
+    life/     a worker from start to end, and its process
 
-Settings are there without torch, for those who only check them; the rest is imported when it is asked for.
+Settings can be imported without torch, to check them; all other names are imported at first use.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The parts that a worker is made from: its ways to the world, and what a role's service gets and adds."""
+"""The parts of a worker: its ports to the outside, and what a role's service gets and adds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RunningServer(Protocol):
-    """A gRPC server that runs."""
+    """A running gRPC server."""
 
     port: int
 
@@ -33,23 +33,24 @@ class RunningServer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerPorts:
-    """A worker's ways to the world. The worker closes the engine and the registry when it ends."""
+    """A worker's ports to the outside. The worker closes the engine and the registry when it ends."""
 
     engine: EnginePort
     registry: Registry
     serve: Callable[[Sequence[rpc.Servicer], str, int], Awaitable[RunningServer]]
-    links: LinkRuntime  # that carry KV
+    links: LinkRuntime  # the links that carry KV
     new_id: Callable[[], str]
     hostname: str
     secret: ClusterSecret = NO_SECRET
-    tiers: KVTiers | None = None  # below the cache
-    process: str = ""  # as others of this host know it
-    is_gone: Callable[[str], bool] = lambda process: False  # what this host's kernel says of such a process
-    pressure: Callable[[float], float] = no_pressure  # of other processes, in the last so many seconds
-    oom_kills: Callable[[], int] = lambda: 0  # of this machine's kernel, so far
-    recent: telemetry.RecentSpans = field(default_factory=telemetry.RecentSpans)  # of this process
+    tiers: KVTiers | None = None  # the tiers below the prefix cache
+    process: str = ""  # this process's name for others on this host
+    # True if this host's kernel knows that the process has ended.
+    is_gone: Callable[[str], bool] = lambda process: False
+    pressure: Callable[[float], float] = no_pressure  # CPU pressure in the last so many seconds
+    oom_kills: Callable[[], int] = lambda: 0  # number of OOM kills by this machine's kernel so far
+    recent: telemetry.RecentSpans = field(default_factory=telemetry.RecentSpans)  # this process's spans
     set_log_level: Callable[[str], None] = lambda level: None
-    cold_start: Mapping[str, float] = field(default_factory=dict)  # seconds of its parts, as far as it has come
+    cold_start: Mapping[str, float] = field(default_factory=dict)  # seconds of each phase completed so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class WorkerContext:
     metrics: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     def labels(self, role: Role) -> tuple[str, str, str]:
-        """Values of WORKER_LABELS."""
+        """Returns the values of WORKER_LABELS."""
         return self.settings.served_name, role, self.worker_id
 
     @property
@@ -75,7 +76,7 @@ class WorkerContext:
 
     @property
     def engine(self) -> Engine:
-        """For what never changes: layout, cache and model."""
+        """The engine, to read what never changes: layout, cache and model."""
         return self.ports.engine.engine
 
 
@@ -87,27 +88,27 @@ class WorkerService(Protocol):
     transfer_address: str
 
     def on_events(self, events: Sequence[Event]) -> None:
-        """Take the engine's events, in order."""
+        """Handles the engine's events, in order."""
 
     def linked(self) -> tuple[str, ...]:
-        """Incarnations of the peers that this worker has moved a block to."""
+        """Returns the incarnations of the peers that this worker has moved a block to."""
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
-        """Run for the worker's whole life; the end of one is the end of the worker."""
+        """Returns the tasks that run for the worker's whole life: if a task ends, the worker ends."""
 
     def num_running(self) -> int:
-        """Requests that still run here."""
+        """Returns the number of requests that still run here."""
 
     def request_ids(self) -> set[str]:
-        """Ids of the requests that run here, those that are just being released included."""
+        """Returns the ids of the requests that run here or are just being released."""
 
     def check_integrity(self) -> IntegrityReport:
-        """Report of the role's side of the KV transfer."""
+        """Checks the role's side of the KV transfer."""
 
     def end_streams(self) -> None:
-        """End the gateways' streams without a word, as the end of the process would."""
+        """Ends the gateways' streams without a message, as the end of the process would."""
 
     async def hand_over(self) -> None:
-        """End what still runs, so that it goes on elsewhere."""
+        """Ends the requests that still run, so that they resume on other workers."""
 
     async def close(self) -> None: ...

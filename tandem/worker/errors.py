@@ -1,4 +1,4 @@
-"""How a sequence fails on a worker."""
+"""Failures of sequences on a worker."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from errno import EMFILE, ENFILE, ENOMEM
 
 
 class SequenceFailed(Exception):
-    """A sequence has ended, or cannot begin. `code`: a gRPC status name."""
+    """A sequence failed, or cannot begin. `code`: the name of a gRPC status."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
 
 
-# How Python, torch and CUDA name it where they have no type for it.
+# How Python, torch and CUDA word the lack of a resource if they have no exception type for it.
 _NO_ROOM = ("can't start new thread", "can't allocate memory", "not enough memory", "out of memory")
 
 
 def lacks_room(error: BaseException) -> bool:
-    """Return whether memory, threads or descriptors ran out: that is the worker's fault, whatever the request."""
+    """Returns True if memory, threads or descriptors ran out: the worker's fault, not the request's."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):

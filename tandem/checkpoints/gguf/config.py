@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as the `config.json` of a Hugging Face folder; what cannot be served is refused by name."""
+"""Conversion of a GGUF file's metadata to a Hugging Face `config.json`; what cannot be served is refused by name."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import Any
 from tandem.checkpoints.gguf.metadata import Metadata
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-# Llama 3's frequencies, of which the file holds only the quotients: they follow from the longest one.
+# Llama 3's frequency scaling, of which the file has only the factors: the parameters follow from the largest factor.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FREQUENCIES = "rope_freqs.weight"
-# What `generation_config.json` calls a key of general.sampling, and what llama.cpp, for which such files are made,
-# takes where a file does not say.
+# For each key of general.sampling: its name in `generation_config.json`, and the default of llama.cpp, for which such
+# files are made.
 USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 SAMPLING = {"temperature": "temp", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 
 
 def config_of(metadata: Metadata, frequency_factor: float | None, all_float32: bool) -> dict[str, Any]:
-    """
+    """Returns the content of config.json.
+
     Args:
-        frequency_factor: the largest number of the tensor `rope_freqs.weight`, where there is one.
-        all_float32: whether no tensor is in fewer bits.
+        frequency_factor: the largest number of the tensor `rope_freqs.weight`; None without this tensor.
+        all_float32: all tensors are float32.
 
     Raises:
-        ValueError: the file lacks a field, or says what is not served.
+        ValueError: the file lacks a field, or a value is not supported.
     """
     family = metadata.need("general.architecture", str)
     if family not in FAMILIES:
@@ -58,7 +59,7 @@ def config_of(metadata: Metadata, frequency_factor: float | None, all_float32: b
 
 
 def generation_of(metadata: Metadata) -> dict[str, Any]:
-    """The ids that end a text, and how the file says to sample, as `generation_config.json` has them."""
+    """Returns the content of generation_config.json: end-of-text ids, and the file's sampling parameters."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ends = dict.fromkeys(metadata.get(f"tokenizer.ggml.{key}", int) for key in keys)
     said: dict[str, float | None] = {"top_k": metadata.get("general.sampling.top_k", int)}

@@ -1,9 +1,9 @@
-"""A GGUF file as a Hugging Face folder, made once and kept in the cache.
+"""Conversion of a GGUF file to a Hugging Face folder, made once and kept in the cache.
 
 1 name     by the file's path, size and time of change: another file is another folder
-2 read     metadata and where each tensor lies; no weights. A generation_config.json beside it goes before its own; a
-           tokenizer_config.json there may name its format of calls
-3 write    into a folder of its own, which then gets its name: processes that do so at once find the same
+2 read     metadata and each tensor's place; no weights. A generation_config.json beside the file takes precedence; a
+           tokenizer_config.json there may name the format of tool calls
+3 write    into a temporary folder, which is then renamed: concurrent processes end with the same folder
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ SUFFIX = ".gguf"
 WEIGHTS_FILE, TENSORS_FILE = "model.gguf", "tensors.json"
 TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
 MOST_FREQUENCY_BYTES = 2**16
-_VERSION = b"3"  # of what is written
+_VERSION = b"3"  # the version of the written folder
 
 
 def folder_of(file: Path, cache: Path | None = None) -> Path:
-    """The folder that serves as the model's, made on the first call for this file.
+    """Returns the model's folder, made on the first call for this file.
 
     Raises:
         OSError: the file cannot be read, or the cache not written.
-        ValueError: it is no GGUF file, or one that cannot be served; names the file and the key.
+        ValueError: the file is no GGUF file, or cannot be served; the error names the file and the key.
     """
     generation, calls = _beside(file, GENERATION_FILE, GenerationFile), _beside(file, TOKENIZER_CONFIG, CallsFile)
-    name, file = file.stem, file.resolve()  # in a hub's cache it is a link to nameless bytes
+    name, file = file.stem, file.resolve()  # in a hub's cache the file is a link to a file without a name
     said = file.stat()
     cache = _writable(cache or cache_folder("gguf"))
     naming = f"{file}\0{said.st_size}\0{said.st_mtime_ns}\0{generation}{calls or ''}".encode() + _VERSION
@@ -60,10 +60,10 @@ def folder_of(file: Path, cache: Path | None = None) -> Path:
 
 
 def as_folder(path: Path) -> Path:
-    """A model's folder as it is; of a GGUF file, or a folder with one and nothing that serves, the one made of it.
+    """Returns a model's folder unchanged; for a GGUF file, or a folder with only a GGUF file, the folder made of it.
 
     Raises:
-        ValueError: the file cannot be read, or not be served.
+        ValueError: the file cannot be read or served.
     """
     if path.is_dir() and not (path / "config.json").exists() and len(files := list(path.glob(f"*{SUFFIX}"))) == 1:
         path = files[0]
@@ -76,7 +76,7 @@ def as_folder(path: Path) -> Path:
 
 
 def _writable(cache: Path) -> Path:
-    """In an image that nobody may write to, one of this process alone."""
+    """Returns the cache if it is writable, else a folder of this process alone, as in a read-only image."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -88,14 +88,14 @@ def _beside(file: Path, name: str, kind: type[ModelFile]) -> dict[str, Any]:
     """Returns the fields of the file of that name beside the GGUF file, if there is one.
 
     Raises:
-        ValueError: it is malformed.
+        ValueError: the file is malformed.
     """
     beside = file.with_name(name)
     return read_file(kind, beside).model_dump(exclude_none=True) if beside.is_file() else {}
 
 
 def _write(file: Path, folder: Path, generation: dict[str, Any], calls: dict[str, Any]) -> None:
-    from tandem.checkpoints.gguf.tokenizer import (  # not every process that names models has it
+    from tandem.checkpoints.gguf.tokenizer import (  # not every process that uses this module has the library
         special_tokens_of,
         tokenizer_of,
     )
@@ -133,7 +133,7 @@ def _read(file: Path) -> tuple[Metadata, dict[str, GgufTensor]]:
 
 
 def _template(metadata: Metadata) -> dict[str, Any]:
-    """Returns the chat template as tokenizer_config.json has it: with one for tools as a list of two."""
+    """Returns the chat template in tokenizer_config.json's form: with one for tools, a list of two."""
     template = metadata.get("tokenizer.chat_template", str)
     for_tools = metadata.get("tokenizer.chat_template.tool_use", str)
     named = {"default": template, "tool_use": for_tools}

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata, asked for by key and type: an error names the file and the key."""
+"""Access to a GGUF file's metadata by key and type: an error names the file and the key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T", str, int, float, bool, list[Any])
 
 
 class Metadata:
-    """`values` by key, as the file says them; `tensors` are the names of its tensors."""
+    """A GGUF file's metadata: `values` by key, and the names of its `tensors`."""
 
     def __init__(self, file: Path, values: Mapping[str, Any], tensors: frozenset[str]) -> None:
         self.file = file
@@ -18,9 +18,10 @@ class Metadata:
         self._values = values
 
     def get(self, key: str, kind: type[T]) -> T | None:
-        """
+        """Returns the value of a key; None if it is missing.
+
         Raises:
-            ValueError: it is there, and of another type.
+            ValueError: the value has another type.
         """
         value = self._values.get(key)
         if value is None:
@@ -32,9 +33,10 @@ class Metadata:
         return value
 
     def need(self, key: str, kind: type[T]) -> T:
-        """
+        """Returns the value of a key.
+
         Raises:
-            ValueError: it is missing, or of another type.
+            ValueError: the value is missing, or has another type.
         """
         value = self.get(key, kind)
         if value is None:

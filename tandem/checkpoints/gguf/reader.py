@@ -1,8 +1,8 @@
-"""Reads what a GGUF file says of itself: metadata, and where each tensor lies; no weights.
+"""Reads a GGUF file's metadata and its tensors' places; no weights.
 
-    magic, version, counts ──> keys, types, values ──> of each tensor name, shape, type, offset ──> aligned: their data
+    magic, version, counts ──> keys, types, values ──> each tensor's name, shape, type, offset ──> aligned: the data
 
-A file may be damaged, or made to harm: whatever number it has, no more is read, or kept, than its own bytes give.
+A file may be damaged, or malicious: whatever numbers it contains, no more is read or allocated than its size allows.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from typing import Any
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32
-# Types of values: their letters in `struct`, and two that have no size of their own.
+# Types of values: their letters in `struct`, and the two types without a fixed size.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 MOST_DIMENSIONS = 4
-# The least that a key with its value, and a tensor's entry, may have in bytes.
+# The least bytes of a key with its value, and of a tensor's entry.
 LEAST_OF_KEY, LEAST_OF_TENSOR, LEAST_OF_TEXT = 13, 24, 8
-# By far more than the largest vocabularies need.
+# Far above what the largest vocabularies need.
 MOST_BYTES, MOST_VALUES = 2**27, 2**22
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """`shape` is as the file has it, the dimension that is contiguous first; `offset` is from the file's begin."""
+    """A tensor's entry.
+
+    `shape`: the contiguous dimension first, as in the file; `offset`: from the file's beginning.
+    """
 
     name: str
     type: str
@@ -38,10 +41,11 @@ class GgufTensor:
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
-    """
+    """Returns the metadata and the tensors' entries.
+
     Raises:
-        OSError
-        ValueError: it is no GGUF file, or a damaged one.
+        OSError: the file cannot be read.
+        ValueError: the file is no GGUF file, or is damaged.
     """
     size = file.stat().st_size
     with file.open("rb") as opened:
@@ -59,7 +63,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
 
 
 class GgufHeader:
-    """Reads from the begin on; `at` is the next byte's place."""
+    """Reads a file's header from its beginning. `at`: the position of the next byte."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at, self._num_values = data, len(MAGIC), 0
@@ -87,7 +91,7 @@ class GgufHeader:
         return values, [_tensor(begin, *entry) for entry in found.values()]
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """A tensor's name, shape, type and offset behind the header."""
+        """Returns a tensor's name, shape, type and offset from the header's end."""
         name, num_dimensions = self._text(), self._number("I")
         if num_dimensions > MOST_DIMENSIONS:
             raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
@@ -116,16 +120,17 @@ class GgufHeader:
         return struct.unpack(f"<{self._bounded(count, size)}{letter}", self.take(count * size))
 
     def _bounded(self, count: int, least: int) -> int:
-        """The same, where so many may follow of so many bytes each at least."""
+        """Returns `count` if that many entries of at least `least` bytes each can follow; else raises ValueError."""
         self._num_values += count
         if count * least > len(self._data) - self._at or self._num_values > MOST_VALUES:
             raise ValueError(f"{count} values cannot follow byte {self._at}")
         return count
 
     def take(self, count: int) -> bytes:
-        """
+        """Returns the next `count` bytes.
+
         Raises:
-            ValueError: there are not so many left.
+            ValueError: fewer bytes are left.
         """
         if count > len(self._data) - self._at:
             raise ValueError(f"{count} bytes do not follow byte {self._at}")
@@ -141,7 +146,7 @@ def _letter(kind: int) -> str:
 
 
 def _tensor(begin: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # which takes a second to import
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # imported here, as it takes a second
 
     named = GGMLQuantizationType(kind)
     per_block, block_bytes = GGML_QUANT_SIZES[named]

@@ -1,9 +1,9 @@
-"""A GGUF file's words as the `tokenizer.json` of a Hugging Face folder.
+"""Conversion of a GGUF file's vocabulary to a Hugging Face `tokenizer.json`.
 
-tokenizer.ggml.model   gpt2    byte-level BPE; tokenizer.ggml.pre names how texts are cut before it
-                       llama   SentencePiece: merges follow from the words' scores, other bytes are words of their own
+tokenizer.ggml.model   gpt2    byte-level BPE; tokenizer.ggml.pre names the pre-tokenizer
+                       llama   SentencePiece: merges follow from the words' scores, other bytes have words of their own
 
-Names of unused ids, as "[PAD151665]" where a model has more rows than words, are no words: such an id has none.
+Names of unused ids, such as "[PAD151665]" if a model has more rows than words, are left out: such an id has no word.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tandem.checkpoints.gguf.metadata import Metadata
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|" + "{numbers}" + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# How texts are cut, by what the file calls it: a pattern, or "digits" for one digit each and then as GPT-2 does.
+# The pre-tokenizer for each tokenizer.ggml.pre: a pattern, or "digits": single digits, and else like GPT-2.
 _CUTS = {
     "gpt-2": "", "default": "", "smollm": "digits", "starcoder": "digits", "refact": "digits", "codeshell": "digits",
     "llama-bpe": f"{_CONTRACTIONS}|{_WORDS.replace('{numbers}', chr(92) + 'p{N}{1,3}')}",
@@ -28,9 +28,10 @@ _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "llama-
 
 
 def tokenizer_of(metadata: Metadata) -> Tokenizer:
-    """
+    """Returns the file's tokenizer.
+
     Raises:
-        ValueError: its words are of a kind that is not read.
+        ValueError: this kind of vocabulary is not supported.
     """
     kind = metadata.need("tokenizer.ggml.model", str)
     words = metadata.need("tokenizer.ggml.tokens", list[Any])
@@ -47,7 +48,7 @@ def tokenizer_of(metadata: Metadata) -> Tokenizer:
 
 
 def special_tokens_of(metadata: Metadata) -> dict[str, str]:
-    """bos_token, eos_token, … as chat templates name them."""
+    """Returns the special tokens by their names in chat templates: bos_token, eos_token, …"""
     words, found = metadata.need("tokenizer.ggml.tokens", list[Any]), {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         at = metadata.get(f"tokenizer.ggml.{key}_token_id", int)
@@ -109,7 +110,7 @@ def _ids(metadata: Metadata, words: list[str]) -> dict[str, int]:
 
 
 def _merges(ids: dict[str, int]) -> Iterator[tuple[int, int, int]]:
-    """Each word that two others make, and these two."""
+    """Yields (word, left, right) ids for each word that is the concatenation of two others."""
     for word, at in ids.items():
         for cut in range(1, len(word)):
             left, right = ids.get(word[:cut]), ids.get(word[cut:])
@@ -120,12 +121,12 @@ def _merges(ids: dict[str, int]) -> Iterator[tuple[int, int, int]]:
 def _made(metadata: Metadata, make: Any) -> Tokenizer:
     try:
         return Tokenizer(make())
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower type
         raise ValueError(f"{metadata.file}: tokenizer.ggml: {error}") from None
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: Metadata, words: list[str]) -> None:
-    """Those that are never merged from others, and the one that begins a text where the model wants it."""
+    """Adds the tokens that are never merged from others, and the token that begins a text if the model wants one."""
     types = metadata.get("tokenizer.ggml.token_type", list[Any]) or []
     for word, kind in zip(words, types, strict=False):
         if kind in (CONTROL, UNKNOWN):

@@ -2,9 +2,9 @@
 
     driver ── Service ──> actor ──(worker: in its own process | gateway, kvstore: a child process)──> gRPC, KV links
 
-A killed actor, or one whose node is gone, is started again by Ray, as a new incarnation; peers notice by its lease.
-Removing one drains it first. Tokens and KV never pass through Ray, and only this folder imports it. Where Ray is not
-installed, the import of this folder raises ConnectionError.
+Ray starts a killed actor again, or one whose node is gone, as a new incarnation; peers notice by its lease. An actor is
+drained before it is removed. Tokens and KV never pass through Ray, and only this folder imports Ray. Without Ray
+installed, importing this folder raises ConnectionError.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""The contents of an actor: one service, a worker in the actor's own process, anything else as its child."""
+"""The content of an actor: one service, a worker in the actor's own process, any other as a child process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tandem.machine.home import provide_home
 # How long a failed service shows its error before its actor ends and Ray starts another.
 SHOW_ERROR_S = 3.0
 ROLES = ("services.prefill", "services.decode")
-# Ray's own name of a zone, and ours of an NVLink domain.
+# Ray's label of a zone, and Tandem's of an NVLink domain.
 LABELS = {"zone": "ray.io/availability-zone", "nvlink_domain": "nvlink-domain"}
 
 
@@ -36,7 +36,7 @@ class ActorState:
 
     name: str
     module: str
-    model: str  # "" of what serves all
+    model: str  # "" for a service of all models
     resources: Mapping[str, float]
     address: str
     incarnation: str
@@ -52,17 +52,18 @@ class _Life(Protocol):
     ready: bool
 
     async def run(self) -> None:
-        """Until `stop`, or a failure."""
+        """Runs the service until `stop`, or a failure."""
 
     def stop(self) -> None:
-        """On the loop that runs it."""
+        """Ends `run`. To be called on the loop that runs it."""
 
 
 class ServiceActor:
-    """One service, on a thread and an event loop of its own."""
+    """An actor: one service, on a thread and an event loop of its own."""
 
     def __init__(self, service: Service) -> None:
-        """
+        """Starts the service.
+
         Raises:
             ValueError: a setting is wrong, or the model cannot be loaded. Ray does not try again.
         """
@@ -90,13 +91,16 @@ class ServiceActor:
         )  # fmt: skip
 
     def stop(self) -> None:
-        """Drain and end it; returns when it has ended. The caller keeps Ray from starting another."""
+        """Drains and ends the service; returns when it has ended.
+
+        The caller must keep Ray from restarting the actor.
+        """
         self._stopping = True
         self._loop.call_soon_threadsafe(self._life.stop)
         self._thread.join()
 
     def _run(self) -> None:
-        """An end that was not requested ends the process: so Ray starts another."""
+        """Runs the service. An end that was not requested ends the process, so that Ray starts another."""
         try:
             self._loop.run_until_complete(self._life.run())
         except Exception as error:
@@ -108,7 +112,7 @@ class ServiceActor:
 
 
 class _WorkerLife:
-    """A worker within this process, built as a process of its own would build it."""
+    """A worker within this process, built like one in a process of its own."""
 
     address = incarnation = ""
     ready = False
@@ -125,7 +129,7 @@ class _WorkerLife:
         self._settings = settings_type(**{"host": node_address(), **location_here(), **service.settings})
         traces = telemetry.Traces.FOLLOWED
         self._own = telemetry.set_up(f"tandem-{role.lower()}", service.name, self._settings.log_level, traces)
-        process_s = time.monotonic() - began  # Ray's own processes may have waited for long before
+        process_s = time.monotonic() - began  # excludes the time that Ray's own processes were idle before
         self._engine, start = loaded_engine(self._settings, service.name)
         self._cold_start = {"process": process_s, **start}
 
@@ -175,18 +179,18 @@ class _ProcessLife:
 
 
 def location_here() -> dict[str, str]:
-    """Settings that say where this node is, by its Ray labels."""
+    """Returns the settings of this node's location, by its Ray labels."""
     labels = ray.get_runtime_context().get_node_labels()
     return {name: str(labels[label]) for name, label in LABELS.items() if label in labels}
 
 
 def node_address() -> str:
-    """Address at which other nodes of the cluster reach this one."""
+    """Returns the address at which other nodes of the cluster reach this node."""
     return str(get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def service_address(service: Service) -> str:
-    """Redis URL of a kvstore; host and port of a gateway's HTTP."""
+    """Returns the Redis URL of a kvstore; host and HTTP port of a gateway."""
     settings = {name: str(value) for name, value in service.settings.items()}
     if service.module == "services.kvstore":
         return settings.get("redis_url") or _own_redis(settings, "redis_port")
@@ -195,7 +199,7 @@ def service_address(service: Service) -> str:
 
 
 def store_address(kvstore: Service) -> str:
-    """URL of the store that a kvstore runs; "" where it runs none."""
+    """Returns the URL of the store that a kvstore runs; "" if it runs none."""
     settings = {name: str(value) for name, value in kvstore.settings.items()}
     return _own_redis(settings, "store_port") if "store_port" in settings else ""
 
@@ -205,7 +209,7 @@ def _own_redis(settings: Mapping[str, str], port: str) -> str:
 
 
 def _advertised(service: Service) -> Service:
-    """A gateway that listens at every address of its node is reached at the one that Ray knows."""
+    """Returns a service whose gateway advertises its node's address by Ray, if it listens at all addresses."""
     if service.module != "services.gateway" or service.settings.get("host") not in EVERYWHERE:
         return service
     return replace(service, settings={"advertise_host": node_address(), **service.settings})

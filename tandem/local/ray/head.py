@@ -1,4 +1,4 @@
-"""The way to a Ray cluster: its head is waited for, with one line, before Ray's own client tries."""
+"""Connecting to a Ray cluster: waits for its head, with one line of output, before Ray's own client tries."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ async def connect(
     wait_s: float = 20.0,
     report: Callable[[str], None] = print,
 ) -> None:
-    """To the Ray cluster at `address`; "auto": this machine's; "local": one that is started here and ends with this.
+    """Connects to the Ray cluster at `address`.
 
-    Actors that are then started have `runtime_env`.
+    "auto": this machine's; "local": one started here that ends with this process.
+
+    Actors that are started later have `runtime_env`.
 
     Raises:
-        ConnectionError: there is none, or it does not answer within `wait_s`.
+        ConnectionError: there is no cluster, or it does not answer within `wait_s`.
         ValueError: Ray does not take the address or the runtime_env.
     """
     if address != "local":
@@ -48,7 +50,10 @@ async def connect(
 
 
 async def _head(address: str, wait_s: float, report: Callable[[str], None]) -> str:
-    """Address of a head that answers: Ray's client ends the process that it does not answer, with a page of text."""
+    """Returns the address of a head that answers.
+
+    Without an answer Ray's client would end this process with a page of text.
+    """
     said = False
     try:
         async with asyncio.timeout(wait_s):
@@ -65,7 +70,7 @@ async def _head(address: str, wait_s: float, report: Callable[[str], None]) -> s
 
 
 def _found(address: str) -> str:
-    """Host and port; "" where none is known yet."""
+    """Returns host and port of the head; "" while none is known."""
     find_gcs_addresses.cache_clear()  # type: ignore[attr-defined]
     try:
         return str(canonicalize_bootstrap_address_or_die(address))
@@ -74,7 +79,7 @@ def _found(address: str) -> str:
 
 
 async def _answers(address: str) -> bool:
-    """True if anything of gRPC does; a refusal is an answer."""
+    """True if a gRPC server answers there; a refusal is an answer."""
     if not address:
         return False
     async with rpc.channel(address) as channel:

@@ -1,4 +1,4 @@
-"""Services as named actors: placed, watched, drained and ended."""
+"""A launcher that places, watches, drains and ends services as named Ray actors."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ from tandem.local.ray.places import Placed, node_for, places, ray_names, shortag
 
 WATCH_S = 1.0
 CALL_S = 5.0
-# Of all that end together. A worker ends by its own drain time, a process by its launcher's bound; this is beyond both.
+# The bound for all actors that end together: longer than a worker's drain time, and than a launcher's bound.
 STOP_S = 90.0
 
 
 def kvstore_on_ray(cluster: Cluster, store_url: str) -> Service:
-    """With a Redis that other nodes reach, with a password, where the file names none; and likewise with a store."""
+    """Returns a kvstore that runs a Redis for other nodes, with a password, unless the file names one; so for the
+    store.
+    """
     store: dict[str, object] = {} if store_url else {"store_port": free_ports(1)[0]}
     here = node_address()
     return cluster.kvstore_service(host=here, redis_password=token_urlsafe(24), **store)
 
 
 class RayLauncher:
-    """After `connect`. `detached`: services outlive this process; else they end with it."""
+    """The launcher, after `connect`. `detached`: services outlive this process; else they end with it."""
 
     def __init__(self, report: Callable[[str], None], *, detached: bool) -> None:
         self._report = report
@@ -49,7 +51,7 @@ class RayLauncher:
         return frozenset(self._actors)
 
     async def kvstore(self) -> Service | None:
-        """The one that runs, with the password of its Redis."""
+        """Returns the kvstore that runs, with the password of its Redis; None without one."""
         if "kvstore" not in self._actors:
             return None
         async with asyncio.timeout(CALL_S):
@@ -57,7 +59,7 @@ class RayLauncher:
             return service
 
     async def start(self, services: Sequence[Service]) -> None:
-        """Those that do not run yet. Without the resources for one, it waits for them."""
+        """Starts the services that do not run yet. An actor without the resources it needs waits for them."""
         new = [service for service in services if service.name not in self._actors]
         if not new:
             return
@@ -70,7 +72,7 @@ class RayLauncher:
                 self._taken[service.name] = Placed.by(service, node)
 
     async def changed(self, services: Sequence[Service]) -> list[tuple[Service, ...]]:
-        """Picks those that run with other settings, and who shares a place with one."""
+        """Returns the services that run with other settings, each with the services that share its place."""
         there = [service for service in services if service.name in self._actors]
         running = await asyncio.gather(*(self._service(service.name) for service in there))
         differ = {new.name for old, new in zip(running, there, strict=True) if old not in (None, new)}
@@ -94,18 +96,18 @@ class RayLauncher:
         return dict.fromkeys(self._actors, (0, 0))
 
     async def given_up(self, names: Iterable[str]) -> str:
-        """Ray starts what has ended again by itself; the first end is told."""
+        """Returns the first problem. Ray starts ended actors again by itself, so a service's first end counts."""
         states = zip(names, await asyncio.gather(*map(self._state, names)), strict=True)
         problems = ((name, state if isinstance(state, str) else state.error) for name, state in states)
         return next((f"{name}: {said}" for name, said in problems if said and not said.startswith("waits")), "")
 
     async def states(self) -> dict[str, ActorState | str]:
-        """Reports of all actors; of one that cannot answer, why not."""
+        """Returns the reports of all actors; for an actor that cannot answer, why not."""
         names = list(self._actors)
         return dict(zip(names, await asyncio.gather(*map(self._state, names)), strict=True))
 
     async def stop(self, names: Iterable[str] | None = None) -> None:
-        """Drain and end these, or all: gateways first, Redis last. What has not ended after STOP_S is killed."""
+        """Drains and ends these services, or all: gateways first, Redis last. Kills what has not ended after STOP_S."""
         wanted = set(self._actors if names is None else names)
         end = asyncio.get_running_loop().time() + STOP_S
         for group in ("gateway", "", "kvstore"):
@@ -116,7 +118,7 @@ class RayLauncher:
     def _create(self, service: Service, strategy: Any) -> Any:
         amounts = ray_names(service.resources)
         if not amounts and isinstance(strategy, NodeAffinitySchedulingStrategy):
-            amounts = {"memory": 1}  # what asks for nothing Ray places anywhere
+            amounts = {"memory": 1}  # without any resource Ray would ignore the node
         actor = ray.remote(ServiceActor).options(
             name=service.name, lifetime="detached" if self._detached else None, max_restarts=-1, max_task_retries=0,
             max_concurrency=4, num_cpus=amounts.pop("CPU", 0), num_gpus=amounts.pop("GPU", 0),
@@ -125,21 +127,24 @@ class RayLauncher:
         return actor.remote(service)
 
     async def _look_around(self) -> None:
-        """Counts what others have started."""
+        """Counts the resources of actors that other processes have started."""
         names = [name for name in self._actors if name not in self._taken]
         for name, state in zip(names, await asyncio.gather(*map(self._state, names)), strict=True):
             if isinstance(state, ActorState):
                 self._taken[name] = Placed(state.node, (state.module, state.model), state.resources)
 
     def _strategies(self, place: Sequence[Service], node: str, here: bool) -> list[Any]:
-        """One whose partner of old still runs takes its own place beside it again."""
+        """Returns Ray's scheduling strategies.
+
+        A service whose former partner still runs gets its old place beside it.
+        """
         if len(place) == 1 and (kept := _pairs_of(place[0].name)):
             index = kept[0].split("+").index(place[0].name)
             return [PlacementGroupSchedulingStrategy(get_placement_group(kept[0]), placement_group_bundle_index=index)]
         if not node and len(place) == 1:
             return ["SPREAD"]
         if len(place) == 1:
-            elsewhere = not here and bool(place[0].resources)  # what needs nothing finds its place free
+            elsewhere = not here and bool(place[0].resources)  # a service without resources always fits its node
             return [NodeAffinitySchedulingStrategy(node, soft=not here, _spill_on_unavailable=elsewhere)]
         bundles = [ray_names(service.resources) or {"CPU": 0.001} for service in place]
         group = placement_group(
@@ -174,7 +179,7 @@ class RayLauncher:
             return f"does not run: {error}".strip()
 
     async def _service(self, name: str) -> Service | None:
-        """As it runs; None where it does not answer."""
+        """Returns a running service; None if it does not answer."""
         try:
             async with asyncio.timeout(CALL_S):
                 service: Service = await self._actors[name].service.remote()
@@ -197,14 +202,14 @@ class RayLauncher:
         ray.kill(actor, no_restart=True)
 
     def _remove_pairs(self, ended: Iterable[str]) -> None:
-        """Placement groups of these that hold no actor any more."""
+        """Removes the placement groups of ended services that have no actor any more."""
         for pair in {pair for name in ended for pair in _pairs_of(name)}:
             if not self._actors.keys() & set(pair.split("+")):
                 remove_placement_group(get_placement_group(pair))
 
 
 def _nodes() -> dict[str, dict[str, float]]:
-    """Resources of each node that is there."""
+    """Returns the resources of each live node."""
     found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return {node["NodeID"]: node["Resources"] for node in found if node["Alive"]}
 

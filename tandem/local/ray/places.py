@@ -1,7 +1,7 @@
-"""Placement of actors: what each needs of a node, which two share one, and on which node each is.
+"""Placement of actors: the resources that each needs, the pairs that share a node, and the node of each.
 
-a worker     where the fewest of its role and model are, then the fewest of all; without room it waits
-a gateway    likewise, where it listens beyond its own machine; the first, and the kvstore, on the node that starts them
+a worker     on the node with the fewest of its role and model, then the fewest of all; without room it waits
+a gateway    likewise, if other machines reach it; the first, and the kvstore, on the node that starts them
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from tandem.hosts import EVERYWHERE
 from tandem.local.ray.actor import ROLES
 
 RESOURCES = {"cpu": "CPU", "nvidia.com/gpu": "GPU", "memory": "memory"}
-# Transports that reach no other machine.
+# Transports that do not reach other machines.
 ONE_MACHINE = {"shm", "cuda_ipc"}
 
 
 def places(services: Sequence[Service]) -> list[tuple[Service, ...]]:
-    """Who shares a machine: a prefill and a decode worker of one model whose KV stays on one; others are alone."""
+    """Returns the groups that share a node: a prefill and a decode worker of a model whose KV stays on one machine.
+
+    All other services are alone.
+    """
     pairs: list[tuple[Service, ...]] = []
     close = [service for service in services if _stays(service)]
     for model in {service.settings["model_name"] for service in close}:
@@ -34,7 +37,7 @@ def places(services: Sequence[Service]) -> list[tuple[Service, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A service's part of a node."""
+    """The part of a node that a service takes."""
 
     node: str
     kind: tuple[str, str]  # module and model
@@ -46,9 +49,11 @@ class Placed:
 
 
 def node_for(place: Sequence[Service], nodes: Mapping[str, Mapping[str, float]], taken: Iterable[Placed]) -> str:
-    """The node with room where the fewest of the same kind are, then the fewest of all. `nodes`: resources of each.
+    """Returns the node with room that has the fewest of the same kind, then the fewest of all.
 
-    "" where none has room: then Ray places it once it can.
+    `nodes`: their resources.
+
+    "" if no node has room: then Ray places the service once it can.
     """
     taken = tuple(taken)
     room = {node: Counter(total) for node, total in nodes.items()}
@@ -68,7 +73,7 @@ def node_for(place: Sequence[Service], nodes: Mapping[str, Mapping[str, float]],
 
 
 def stays_with_starter(service: Service) -> bool:
-    """The kvstore, and gateways that others could not reach elsewhere; of several the first stays, too."""
+    """True for services on the starter's node: the kvstore, the first gateway, and gateways that listen locally."""
     if service.module in ROLES:
         return False
     reachable = service.settings.get("host") in EVERYWHERE
@@ -76,7 +81,7 @@ def stays_with_starter(service: Service) -> bool:
 
 
 def shortage(resources: Mapping[str, float]) -> str:
-    """Resources among these that the cluster does not have, or not free."""
+    """Describes the resources among these that the cluster lacks, or that are not free."""
     total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     short = [

@@ -1,4 +1,4 @@
-"""KV blocks as gateways look them up: a replica of all prefix caches, and a prompt's prefix. The registry may enter."""
+"""Look-up of KV blocks at gateways: a replica of all prefix caches, and a prompt's prefix. The registry may enter."""
 
 from tandem.registry.blocks.feed import BlockFeed
 from tandem.registry.blocks.prefix import PromptPrefix

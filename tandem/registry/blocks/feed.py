@@ -1,8 +1,8 @@
-"""Prefix caches as Redis knows them: a stream of numbered batches, and pages of what each worker holds.
+"""The feed of prefix caches in Redis: a stream of numbered batches, and pages of the blocks that each worker holds.
 
-heads   the last event, and each live worker's last batch      what a reader that has all of it must have come to
-read    the events behind a cursor                             what changed
-page    some of what one worker holds                          for a reader that has missed something
+heads   the last event, and each live worker's last batch      where an up-to-date reader is
+read    the events after a cursor                              what changed
+page    some blocks of one worker                              for a reader that has missed events
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from tandem.block_hash import HASH_BYTES
 from tandem.registry.wire import Entry, RegistryConnection, UnreadableRows
 
 STREAM = "events"
-# At most so many events at once: applying them must not stop the process for long.
+# The most events in one read: applying them must not block the event loop for long.
 AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A lease's generation (each lease taken has a higher one), and how many batches it has published."""
+    """The generation of a worker's lease (each new lease has a higher one), and the number of batches published under
+    it.
+    """
 
     generation: str
     number: int
@@ -34,19 +36,22 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
-    """Batch `number` of a generation; number 0 says that the generation has ended. Hashes are one string each."""
+    """Batch `number` of a generation; number 0 means that the generation has ended.
+
+    `stored`, `removed`: joined hashes.
+    """
 
     event_id: str
     worker_id: str
     generation: str
     number: int
-    medium: str  # "device": the memory that the engine computes in
+    medium: str  # "device": the GPU memory, in which the engine computes
     stored: bytes
     removed: bytes
 
     @classmethod
     def unread(cls, event_id: str) -> BlockEvent:
-        """Something has happened, and it is not known what: batches may be missed."""
+        """Makes the event that stands for an unreadable one: batches may be missing."""
         return cls(event_id, "", "0", -1, "", b"", b"")
 
     @property
@@ -57,12 +62,12 @@ class BlockEvent:
 @dataclass(frozen=True, slots=True)
 class Page:
     number: int
-    cursor: str  # "0" at the end
+    cursor: str  # where the next page begins; "0": there is none
     hashes: bytes
 
 
 class BlockFeed:
-    """Every call may raise RegistryUnavailable."""
+    """A reader of block events. Every call may raise RegistryUnavailable."""
 
     def __init__(self, connection: RegistryConnection, unreadable: UnreadableRows) -> None:
         self._connection, self._unreadable = connection, unreadable
@@ -73,8 +78,10 @@ class BlockFeed:
         return Heads(last, {worker_id: Head(generation, int(number)) for worker_id, generation, number in workers})
 
     async def read(self, cursor: str, wait: float) -> list[BlockEvent]:
-        """Events behind `cursor`, oldest first, waiting at most `wait` seconds for one. In place of one that cannot be
-        read there is one that says nothing."""
+        """Returns the events after `cursor`, oldest first; waits at most `wait` seconds for the first.
+
+        `BlockEvent.unread` stands for an event that cannot be read.
+        """
         entries = await self._connection.read(STREAM, cursor, AT_ONCE, wait)
         return [
             self._unreadable.read("event", entry[0], partial(_event, entry), BlockEvent.unread(entry[0]))
@@ -82,13 +89,13 @@ class BlockFeed:
         ]
 
     async def page(self, worker_id: str, generation: str, cursor: str) -> Page | None:
-        """None if this generation has ended."""
+        """Returns a page of a worker's blocks; None if this generation has ended."""
         page = await self._connection.call("page", worker_id, generation, cursor, binary=True)
         return Page(int(page[0]), page[1].decode(), page[2]) if page else None
 
 
 def event_order(event_id: str) -> tuple[int, int]:
-    """Redis's ids, made comparable."""
+    """Returns the sort key of an event's id in Redis."""
     time, _, number = event_id.partition("-")
     return int(time), int(number)
 

@@ -1,11 +1,11 @@
-"""Who holds which KV block, in memory: as much of it as fits.
+"""An index in memory of the KV blocks and the workers that hold them, up to a size.
 
     name (64 bits of a block's hash) ──> mask: bit s set where slot s holds the block
-    slot = one generation of one worker's cache; `close` hides its blocks at once and clears them bit by bit later
+    slot = one generation of one worker's cache; `close` hides its blocks immediately and clears them bit by bit later
 
-Masks are Python ints, so there may be any number of slots. The index is cut into shards of a few thousand names: none
-ever stops the process for long to grow, to clear a slot, or to make room. A full shard drops its oldest names, which
-costs cache misses and is counted.
+Masks are Python ints, so there may be any number of slots. The index is cut into shards of a few thousand names, so
+that growing, clearing a slot or making room never blocks the process for long. A full shard drops its oldest names,
+which costs cache misses and is counted.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 SHARDS = 256
-# A full shard loses this part of its names at once.
+# A full shard drops one in so many of its names at a time.
 DROPPED_PART = 16
 MAX_MASKS = 1 << 16
 
 
 def names_of(hashes: bytes | Sequence[bytes]) -> list[int]:
-    """The names of blocks, given their hashes (16 bytes each) as a list or as one string."""
+    """Returns the names of blocks. `hashes`: of 16 bytes each, as a list or joined."""
     joined = hashes if isinstance(hashes, bytes) else b"".join(hashes)
     return memoryview(joined).cast("Q").tolist()[::2]
 
 
 class BlockIndex:
-    """Not safe for threads. `max_names` bounds its memory: about 90 bytes each."""
+    """An index of block names, not thread-safe. `max_names` bounds its memory, at about 90 bytes per name."""
 
     def __init__(self, max_names: int) -> None:
         if max_names < SHARDS:
             raise ValueError(f"max_names must be at least {SHARDS}, got {max_names}")
-        self.dropped = 0  # names that had to go while someone held them, ever
+        self.dropped = 0  # names dropped so far that a slot still held
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
         self._per_shard = max_names // SHARDS
-        self._masks: dict[int, int] = {}  # one object for equal masks
+        self._masks: dict[int, int] = {}  # the one object shared by equal masks
         self._live = 0
         self._free: list[int] = []
         self._num_slots = 0
         self._dead = 0
-        self._dead_since: dict[int, int] = {}  # slot: shards cleared of it
+        self._dead_since: dict[int, int] = {}  # closed slot: number of shards cleared of it
         self._next_shard = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._shards))
 
     def open(self) -> int:
-        """A slot that holds nothing."""
+        """Returns a new slot, which holds no blocks."""
         slot = heapq.heappop(self._free) if self._free else self._num_slots
         self._num_slots = max(self._num_slots, slot + 1)
         self._live |= 1 << slot
         return slot
 
     def close(self, slot: int) -> None:
-        """From now on the slot holds nothing; `clear_some` makes it free for use again."""
+        """Empties a slot immediately; `clear_some` makes it free for use again."""
         self._live &= ~(1 << slot)
         self._dead |= 1 << slot
         self._dead_since[slot] = 0
@@ -78,12 +78,13 @@ class BlockIndex:
             self._keep(shard, name, shard.get(name, 0) & ~(1 << slot))
 
     def holders(self, names: Sequence[int]) -> list[tuple[int, int]]:
-        """Holders of a prompt's blocks in order: (so many of them from the first on, mask of slots that hold just so
-        many)."""
+        """Returns the holders of a prompt's first blocks, as (number of blocks, mask of the slots that hold exactly
+        that many of them from the first on), ascending.
+        """
         found, mask, before = [], self._live, None
         for count, name in enumerate(names):
             held = self._shards[name % SHARDS].get(name, 0)
-            if held is before:  # equal masks are one object nearly always
+            if held is before:  # equal masks are nearly always one object
                 continue
             before, still = held, held & mask
             if still != mask:
@@ -95,7 +96,7 @@ class BlockIndex:
         return [*found, (len(names), mask)] if names and mask else found
 
     def clear_some(self) -> bool:
-        """Clear the closed slots from one shard. False if there is nothing to clear."""
+        """Clears the closed slots from one shard. Returns False if there is nothing to clear."""
         if not self._dead:
             return False
         shard = self._shards[self._next_shard]
@@ -125,7 +126,7 @@ class BlockIndex:
 
 
 def slots_of(mask: int) -> Iterator[int]:
-    """Lowest first."""
+    """Yields the slots of a mask, lowest first."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1

@@ -1,12 +1,12 @@
-"""How a prompt is looked up in prefix caches: who is known to hold how much of it, and by which marks more is expected.
+"""A prompt's look-up key for prefix caches: known holders of its beginning, and marks that find expected ones.
 
-    held    (so many blocks from the first on, the generations that hold just so many), as a BlockReplica knows
+    held    (number of blocks from the first on, the generations that hold exactly that many), of a BlockReplica
     marks   blocks 1 2 … 16   18 20 … 32   36 40 … 64   72 …   and the last one
             every one         every 2nd    every 4th    every 8th
 
-A chain's presence is monotonic (who holds a block holds those before it), so a search that halves over the marks finds
-how much of the prompt is expected at a worker, within 1/8 of it. The marks lie at the same blocks in every prompt: what
-one request is expected to leave behind, the next one with the same beginning finds.
+A worker that holds a block holds all blocks before it, so a binary search over the marks finds how much of the prompt a
+worker is expected to hold, within 1/8 of it. The marks lie at the same blocks in every prompt, so that a request finds
+what an earlier one with the same beginning is expected to leave in a cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Held = Sequence[tuple[int, Sequence[str]]]
 
 @dataclass(frozen=True, slots=True)
 class PromptPrefix:
-    """Valid for workers of this revision and block size. Marks and holders are as select.lua reads them."""
+    """Valid for workers of this revision and block size. `marks` and `held` are in the format that select.lua reads."""
 
     revision: str
     block_size: int
@@ -42,7 +42,7 @@ def _said(count: int, generations: Sequence[str]) -> str:
 
 @lru_cache(1024)
 def _marks(num_blocks: int) -> list[tuple[int, bytes]]:
-    """Index of each marked block, and its count as written."""
+    """Returns (index of a marked block, number of blocks up to it as 4 bytes) for each mark."""
     counts: list[int] = []
     start, step = 0, 1
     while start < num_blocks:

@@ -1,14 +1,14 @@
-"""A gateway's own copy of who holds which KV block, so that no request asks Redis for it.
+"""A gateway's own copy of the KV blocks that workers hold, so that no request has to ask Redis.
 
-    1 heads    where every live worker's cache stands now, and the stream's last event
+    1 heads    the number of every live worker's last batch, and the stream's last event
     2 read     the stream up to there; batches come numbered, each changes one worker's slot of the index
-    3 page     a worker that is not where its head is (new here, a batch missed, Redis emptied) is read anew, whole
-    4 follow   the stream as it grows, for `check_s`; then from 1 on again, at once if a batch was missed
+    3 page     a worker that is not where its head is (new here, a batch missed, Redis emptied) is read again, whole
+    4 follow   the stream as it grows, for `check_s`; then from 1 on again, immediately if a batch was missed
 
-A worker read anew gets a new slot, which takes the old one's place when it is complete: so an old snapshot deletes
-nothing, and the batches behind it are applied to it in order. All this is one task, hence no two of these at once. A
-incarnation that ends (a lease lost, a worker restarted) holds nothing from that event on. Whatever is missed meanwhile
-costs a cache miss and no more: Redis counts no hit for a generation that has ended.
+A worker that is read again gets a new slot, which replaces the old slot once it is complete: so an old snapshot deletes
+nothing, and later batches are applied to the new slot in order. All steps run in one task, so no two overlap. An
+incarnation that ends (lease lost, worker restarted) holds nothing from that event on. A missed event costs no more than
+a cache miss: Redis counts no hit for a generation that has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Copy:
 
 
 class BlockReplica:
-    """Run `run` as a task. `max_blocks` bounds its memory, at about 90 bytes a block."""
+    """The copy, which `run` keeps up to date. `max_blocks` bounds its memory, at about 90 bytes per block."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class BlockReplica:
         check_s: float = 1.0,
         retry_s: float = 0.25,
     ) -> None:
-        self.num_rereads = 0  # workers read anew, ever
+        self.num_rereads = 0  # how often a worker was read whole
         self._feed = feed
         self._check_s = check_s
         self._retry_s = retry_s
@@ -57,24 +57,25 @@ class BlockReplica:
         self._copies: dict[str, Copy] = {}
         self._cursor: str | None = None
         self._missed = False
-        self._names: dict[int, tuple[str, ...]] = {}  # mask: generations
+        self._names: dict[int, tuple[str, ...]] = {}  # mask: the generations of its slots
 
     def __len__(self) -> int:
-        """How many blocks are known."""
+        """Returns the number of known blocks."""
         return len(self._index)
 
     @property
     def num_dropped(self) -> int:
-        """Blocks forgotten because there were more than `max_blocks`, ever."""
+        """The number of blocks dropped so far because there were more than `max_blocks`."""
         return self._index.dropped
 
     def holders(self, hashes: Sequence[bytes]) -> list[tuple[int, tuple[str, ...]]]:
-        """Holders of a prompt's blocks in order: (so many of them from the first on, generations that hold just so
-        many)."""
+        """Returns the holders of a prompt's first blocks, as (number of blocks, generations that hold exactly that many
+        of them from the first on), ascending.
+        """
         return [(count, self._generations(mask)) for count, mask in self._index.holders(names_of(hashes))]
 
     async def run(self) -> None:
-        """Keep the copy up to date until cancelled. With Redis gone, the last copy stays."""
+        """Keeps the copy up to date until cancelled. While Redis is gone, the last copy stays."""
         while True:
             try:
                 await self.refresh()
@@ -84,7 +85,7 @@ class BlockReplica:
                 await asyncio.sleep(self._retry_s)
 
     async def refresh(self) -> None:
-        """Come to where every worker's cache stood when this was called. Raises RegistryUnavailable."""
+        """Brings the copy to the state of every worker's cache at the time of the call. Raises RegistryUnavailable."""
         heads = await self._feed.heads()
         if self._cursor is None or event_order(heads.last_event) < event_order(self._cursor):
             self._cursor = heads.last_event
@@ -104,7 +105,7 @@ class BlockReplica:
             await self._read(min(left, CLEAR_PAUSE_S) if self._index.clear_some() else left)
 
     async def _read(self, wait: float) -> int:
-        """Apply the next events, if any come within `wait` seconds. Returns how many there were."""
+        """Applies the events that come within `wait` seconds. Returns their number."""
         assert self._cursor is not None
         events = await self._feed.read(self._cursor, wait)
         for event in events:
@@ -143,7 +144,10 @@ class BlockReplica:
             self.num_rereads += 1
 
     async def _fill(self, copy: Copy, worker_id: str) -> bool:
-        """False if the generation has ended meanwhile; the stream says what came of it."""
+        """Reads all pages of a worker into `copy`.
+
+        Returns False if the generation ended meanwhile; the stream reports it.
+        """
         page = await self._feed.page(worker_id, copy.generation, "0")
         copy.number = page.number if page else 0
         while page:

@@ -1,4 +1,4 @@
--- What scripts of tenants' limits share: token buckets, each full at so much per minute.
+-- Token buckets, shared by the scripts of tenants' limits: a bucket refills completely in a minute.
 local MINUTE_MS = 60000
 local DAY_MS = 86400000
 local USAGE_KEPT_MS = 40 * DAY_MS

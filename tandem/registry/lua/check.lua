@@ -1,5 +1,5 @@
--- Compares everything the registry holds twice. Returns how many leases, reservations and clients there are, and one
--- line for each contradiction.
+-- Compares all data that the registry holds in two places. Returns the numbers of leases, reservations and clients, and
+-- one line for each contradiction.
 local wrong = {}
 local function complain(...) wrong[#wrong + 1] = table.concat({...}, ' ') end
 

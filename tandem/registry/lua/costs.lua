@@ -1,45 +1,49 @@
--- What a request costs on each worker: seconds of waiting, its own and others'. select.lua weighs these.
+-- The cost of a request on each worker, in seconds of waiting, its own and other requests'. select.lua compares them.
 --
 --   prefill p    queue + own prefill                          work waiting there, and the prompt less p's hit
---   or fetch h   what h has more of the prompt than p, at h's rate of moving, where that is quicker than computing it
+--   or fetch h   what h has more of the prompt than p, at h's rate of moving, if that is faster than computing it
 --   move p -> d  what d lacks / p's rate of moving so far: near (on one machine or in one NVLink domain), zone, far
---   decode d     how full it is, in steps of its own length; what the request adds, in steps of about the usual one
---   alone on d   queue + own prefill on d, and how it pauses every sequence that runs there
---   late         on whom the first token would come later than the request's target, by how much
+--   decode d     how full it is, in steps of its own duration; what the request adds, in steps of about the usual
+-- duration
+--   alone on d   queue + own prefill on d, and the pauses that it causes to every sequence that runs there
+--   late         by how much the first token would come later than the request's target
 --
--- Reserved and reported count the same work, one sooner and one also after Redis lost its memory: the larger counts.
+-- Reserved and reported amounts measure the same work. The former is earlier, the latter survives the loss of Redis's
+-- data: the larger one counts.
 local NO_ROOM_NOW = 8
--- A full worker writes each token of an answer later: counted for so many of them.
+-- A full worker delays each token of an answer: counted for this many tokens.
 local ANSWER_STEPS = 64
--- Work also delays the requests behind it, and a prefix prefilled twice takes another one's room: a hit is worth a queue,
--- this much longer than what it saves, where all workers that prefill are busy. On Mooncake's trace a larger weight
--- finds hardly more hits and a smaller one makes first tokens no faster, with these a third busy or nearly full.
+-- Work also delays later requests, and a prefix prefilled twice takes another's room: while all prefilling workers are
+-- busy, a hit is worth a queue this many times longer than what the hit saves. On Mooncake's trace a larger weight
+-- finds hardly more hits and a smaller one makes first tokens no faster, with workers a third busy or nearly fully
+-- busy.
 local OWN_WORK = 16
--- Measured rates this close to their mean are equal: what differs is noise, and the fastest by a hair would get all.
+-- Measured rates this close to their mean count as equal: the rest is noise, and the slightly fastest would get all
+-- work.
 local NOISE = 0.25
--- On a busy machine rates are noisier than that. What waits or runs at a worker counts by its own rate; one more request
--- takes everywhere as long as usual, unless the rate is further off than this.
+-- On a busy machine rates are noisier. What waits or runs at a worker counts by its own rate; one more request counts
+-- by the usual rate everywhere, unless a worker's rate differs by more than this.
 local NOISE_OF_ONE = 0.5
--- Of a model of which no worker has measured itself yet.
+-- Seconds per prefilled token of a model that no worker has measured yet.
 local NOMINAL_TOKEN_S = 1 / 8192
--- Also the room that a second copy of the token takes from other prefixes.
+-- Seconds to move a token, also for the room that a second copy of the token takes from other prefixes.
 local NOMINAL_TRANSFER_S = 1 / 32768
--- A distance over which nobody has moved anything yet is taken to be so many times slower than the next shorter one.
+-- A distance without a measurement is assumed to be this many times slower than the next shorter one.
 local FARTHER = 2
 local NOMINAL_STEP_S = 1 / 64
--- Costs that differ by less than a hit of so many blocks are equal, too.
+-- Costs that differ by less than a hit of this many blocks count as equal, too.
 local NOISE_BLOCKS = 0.5
--- Two workers to call instead of one.
+-- The cost of calling two workers instead of one.
 local TWO_CALLS_S = 0.002
--- To ask another worker for its blocks, and to hear that they are there.
+-- The fixed cost of a fetch: to ask another worker for its blocks, and to learn that they have arrived.
 local FETCH_S = 0.001
--- Of a target, as the workers' engines do.
+-- The part of a target that is planned with, the same as in the workers' engines.
 local PLANNED = 0.9
--- A second later than the target counts so many times.
+-- A second later than the target counts this many times.
 local LATE = 16
--- One that is stuck is taken only where everyone else that could be is stuck, too.
+-- A stuck worker is chosen only if all possible workers are stuck.
 local STUCK_S = 1e6
--- To read an adapter into memory, where another one may have to go for it.
+-- The cost of reading an adapter into memory, for which another one may be dropped.
 local ADAPTER_S = 0.1
 local max, ceil, huge = math.max, math.ceil, math.huge
 
@@ -49,13 +53,13 @@ local function excludes(request, rows, i)
   return request.excluded[id] or request.excluded[incarnation]
 end
 
--- What reading the request's adapter costs on row i.
+-- Returns the cost of reading the request's adapter on row i.
 local function adapting(rows, request, i)
   return request.adapted and not request.adapted[rows.values[(i - 1) * WIDTH + GENERATION]] and ADAPTER_S or 0
 end
 
--- What it costs that the first token comes after so many seconds. Late by a little is late: as much work as its prompt
--- is, of `usual` seconds a token, is worth doing elsewhere so that it is not.
+-- Returns the cost of a first token after so many seconds. Even a little late costs as much as the prompt's own work,
+-- at `usual` seconds a token: that much extra work elsewhere is worth it to be in time.
 local function lateness(request, seconds, usual)
   local late_s = seconds - PLANNED * request.ttft_s
   return late_s > 0 and LATE * late_s + OWN_WORK * request.prompt_tokens * usual or 0
@@ -65,21 +69,23 @@ local function size_on(role, request)
   return request.prompt_tokens + (role == 'decode' and request.new_tokens or 0)
 end
 
--- Blocks that decode worker row at takes for the prompt and a likely answer; one that outgrows them takes more later.
+-- Returns the blocks that the decode worker at `at` takes for the prompt and a likely answer; a longer one takes more
+-- later.
 local function blocks_on(values, at, request)
   local likely, answer = values[at + LIKELY], request.new_tokens
   if likely > 0 then answer = math.min(answer, likely) end
   return ceil((request.prompt_tokens + answer) / values[at + BLOCK_SIZE])
 end
 
--- Sets rows.row_of: i by generation.
+-- Sets rows.row_of: generation -> i.
 local function index_generations(rows)
   local row_of, values = {}, rows.values
   for i = 1, rows.count do row_of[values[(i - 1) * WIDTH + GENERATION]] = i end
   rows.row_of = row_of
 end
 
--- Returns by row, of those that have any of the prompt: its hit in blocks. `known`: by generation, if not request.hits.
+-- Returns row -> hit in blocks, for rows that have any of the prompt. `known`: hits by generation; default
+-- request.hits.
 local function hits_on(rows, request, known)
   local hits, values, kind = {}, rows.values, request.kind
   known = known or request.hits
@@ -91,7 +97,7 @@ local function hits_on(rows, request, known)
   return hits
 end
 
--- Of the rows that have measured it; `nominal`, or nothing, where none has.
+-- Returns the mean of the rows that have measured a rate; `nominal` if none has.
 local function mean_of(rows, rate, nominal)
   local sum, measured, values = 0, 0, rows.values
   for at = 0, (rows.count - 1) * WIDTH, WIDTH do
@@ -113,14 +119,14 @@ end
 
 local MOVES = {NEAR_S, ZONE_S, FAR_S}
 
--- Which of MOVES it takes from prefill row at to decode row there.
+-- Returns which of MOVES leads from the prefill row at `at` to the decode row at `there`.
 local function move_between(values, at, others, there)
   local domain = values[at + DOMAIN]
   if values[at + NODE] == others[there + NODE] or domain ~= 0 and domain == others[there + DOMAIN] then return NEAR_S end
   return values[at + ZONE] == others[there + ZONE] and ZONE_S or FAR_S
 end
 
--- The MOVES that any pair needs, or more.
+-- Returns a superset of the MOVES that any pair needs.
 local function moves_between(rows, others)
   local here, needed = {[NODE] = {}, [DOMAIN] = {}, [ZONE] = {}}, {}
   for at = 0, (others.count - 1) * WIDTH, WIDTH do
@@ -135,7 +141,8 @@ local function moves_between(rows, others)
   return needed
 end
 
--- Levels what moving takes over each distance; sets rows.moving: its mean. Returns the least that any pair needs.
+-- Levels the time of moving over each distance; sets rows.moving: the means. Returns the least time that any pair
+-- needs.
 local function level_moves(rows, decodes)
   local means, needed, fastest = {}, moves_between(rows, decodes), huge
   rows.moving = {}
@@ -151,8 +158,9 @@ local function level_moves(rows, decodes)
   return fastest
 end
 
--- Sets rows.usual: the mean of token_s, of decode workers that of step_s; rows.fastest: the least of moving. Prefill
--- workers that have not measured themselves are taken to prefill as decode workers do, which may have: they have the model.
+-- Sets rows.usual: the mean of token_s (of decode workers: of step_s); rows.fastest: the least time of moving.
+-- Unmeasured prefill workers are assumed to prefill like decode workers, which have the same model and may have
+-- measured it.
 local function survey_prefills(rows, decodes)
   rows.usual = level(rows, TOKEN_S, mean_of(decodes, TOKEN_S, NOMINAL_TOKEN_S))
   rows.fastest = rows.count > 0 and decodes.count > 0 and level_moves(rows, decodes) or 0
@@ -162,10 +170,10 @@ local function survey_decodes(rows)
   rows.usual = level(rows, STEP_S, NOMINAL_STEP_S)
 end
 
--- Sets rows.behind: whether none of them stands idle.
--- Sets rows.own_work: beside prefillers that stand idle nobody is delayed; a burst behind one prefix is prefilled sooner by
--- several of them. Squared, for where few are busy there is hardly ever anyone behind. Under auto a decode worker may
--- prefill as well, and there is always someone there who is delayed.
+-- Sets rows.behind: true if no row is idle.
+-- Sets rows.own_work, the weight of own work: while prefill workers are idle it delays no other request, and several of
+-- them prefill a burst with one prefix sooner. The busy share is squared, as a request is hardly ever delayed when few
+-- are busy. Under auto a decode worker may prefill as well, where sequences are always delayed.
 local function weigh_work(rows, request)
   local busy, values = 0, rows.values
   for at = 0, (rows.count - 1) * WIDTH, WIDTH do
@@ -175,18 +183,18 @@ local function weigh_work(rows, request)
   rows.own_work = request.policy == 'auto' and OWN_WORK or 1 + (OWN_WORK - 1) * (busy / rows.count) ^ 2
 end
 
--- What costs may differ by and still be equal, where work is weighed so.
+-- Returns the difference up to which costs count as equal, with this weight of own work.
 local function tolerance(prefills, request, own_work)
   return NOISE_BLOCKS * request.block_size * own_work * prefills.usual
 end
 
--- The rate, nearer to the usual one by noise.
+-- Returns a rate moved towards the usual one, by at most the noise.
 local function of_one(rate, usual)
   local noise = NOISE_OF_ONE * usual
   return rate - max(-noise, math.min(rate - usual, noise))
 end
 
--- Of all decode workers, draining ones too, by KV layout: the one that is known to hold most of the prompt.
+-- Returns KV layout -> the decode worker, even if draining, that is known to hold most of the prompt.
 local function holders_of(prefills, decodes, request)
   local holders, values = {}, decodes.values
   for d, blocks in pairs(hits_on(decodes, request, request.known)) do
@@ -200,8 +208,8 @@ local function holders_of(prefills, decodes, request)
   return holders
 end
 
--- Tokens that prefill row at with a hit of so many had better fetch from this holder than compute, and the seconds that
--- takes; the prompt's last one is always computed.
+-- Returns the tokens that the prefill row at `at`, with a hit of `hit` tokens, should fetch from this holder instead of
+-- computing them, and the seconds of the fetch. The prompt's last token is always computed.
 local function fetched(request, holder, prefills, at, hit)
   if not holder then return 0, 0 end
   local move, token_s = move_between(holder.values, holder.at, prefills.values, at), prefills.values[at + TOKEN_S]
@@ -214,10 +222,10 @@ local function fetched(request, holder, prefills, at, hit)
   return tokens, seconds
 end
 
--- Sets rows.fetches: by row, the holder that it had better fetch from. What a row is only expected to hold may be fetched
--- for another request, which may come there later than this one: so this one names the holder, too.
--- Sets rows.cost: of prefilling the prompt, infinite where that cannot be. Returns whether anyone can. What is lost with a
--- hit counts alike wherever that is: else a worker that once seemed a little slower would get hardly anything.
+-- Sets rows.fetches: row -> the holder that it should fetch from. Blocks that a row is only expected to hold may still
+-- be fetched for another request, which may arrive there after this one: so this request names the holder, too.
+-- Sets rows.cost: the cost of prefilling the prompt, infinite if the row cannot. Returns true if any row can. A lost
+-- hit costs the same on every row: else a worker that once seemed a little slower would get hardly any work.
 local function weigh_prefills(rows, request, decodes)
   weigh_work(rows, request)
   local holders, fetches, known = holders_of(rows, decodes, request), {}, hits_on(rows, request, request.known)
@@ -242,10 +250,10 @@ local function weigh_prefills(rows, request, decodes)
   return able
 end
 
--- Sets rows.cost: of writing the answer, wherever the prompt is prefilled, infinite where that cannot be;
+-- Sets rows.cost: the cost of writing the answer, wherever the prompt is prefilled, infinite if the row cannot;
 -- rows.missing: tokens to be moved there;
--- rows.least: no row costs less than this with what it lacks, moved at `fastest` seconds a token.
--- Returns whether any row can take it.
+-- rows.least: the least cost of any row with its missing tokens, moved at `fastest` seconds a token.
+-- Returns true if any row can take the request.
 local function weigh_decodes(rows, request, fastest)
   local costs, missing, least, values, hits = {}, {}, huge, rows.values, hits_on(rows, request)
   local size, prompt, block_size = size_on('decode', request), request.prompt_tokens, request.block_size
@@ -267,12 +275,12 @@ local function weigh_decodes(rows, request, fastest)
   return least < huge
 end
 
--- What d's own prefill adds to its cost. One that has prefilled nothing yet is taken to be as fast as prefill workers are,
--- in `usual` seconds a token. Prefill pauses each sequence that runs there, and this one when it does: a pause counts by
--- how long it is beside a step, for a short one is hardly seen and a long one breaks what a reader of tokens expects.
--- With a target between tokens, and room below it for two steps, the engine prefills in that room: nobody sees a pause, and
--- prefill takes longer by its share of a step. What waits there does, too, where nothing runs yet: behind the first of
--- them its answer runs. Where nothing runs it is prefilled only where prefill workers are `behind`.
+-- Returns what a prefill on decode worker d itself adds to its cost. If d has not prefilled yet, it is assumed to be as
+-- fast as prefill workers, in `usual` seconds a token. Prefill pauses each sequence that runs there, and this one once
+-- it runs: a pause counts relative to a step's duration, as readers hardly notice a short pause, but a long one.
+-- With a target between tokens that leaves room beyond two steps, the engine prefills in that room: no pause is
+-- noticed, and prefill is slower by its share of a step. That also holds for prompts that wait there while nothing runs
+-- yet: after the first of them its answer runs. If nothing runs, this applies only if prefill workers are `behind`.
 local function prefill_alone(rows, d, request, usual, behind)
   local at, values = (d - 1) * WIDTH, rows.values
   local token_s = values[at + TOKEN_S] > 0 and values[at + TOKEN_S] or usual

@@ -1,5 +1,5 @@
--- How an incarnation of a worker died. ARGV: the incarnation, and, of who knows, what there is to say (JSON).
--- Whoever says it first is believed; so many deaths are remembered, and for so long. Returns what is known, or ''.
+-- The death of a worker's incarnation. ARGV: the incarnation, and, to report its death, the report (JSON).
+-- The first report counts. MOST deaths are kept, each for KEPT_MS. Returns the report, or ''.
 local MOST, KEPT_MS = 64, 600000
 local of = key('death', ARGV[1])
 if ARGV[2] and redis.call('SET', of, ARGV[2], 'PX', KEPT_MS, 'NX') then

@@ -1,11 +1,11 @@
--- What is about to be cached: from the moment a request is routed until its workers report its blocks, its prompt is
--- found here, so the next request with the same beginning follows at once, whichever gateway it comes through.
+-- Expected cache content: from the moment a request is routed until its workers report its blocks, its prompt is found
+-- here, so that the next request with the same prefix follows it immediately, through whichever gateway.
 --
 --   marks of a prompt    blocks 1 2 … 16   18 20 … 32   36 … 64   and its last; each as 4 bytes count, 8 bytes hash
---   expected:<period>    mark's hash -> 'generation generation' of the pair that was last given a prompt with it
+--   expected:<period>    mark's hash -> 'generation generation' of the pair that last got a prompt with this mark
 --
--- The search begins behind the best hit that is known (of prefill and of decode workers, the lesser) and halves from
--- there; the pair then chosen is written from there on. Entries live for one to two periods; a wrong one costs a miss.
+-- The binary search begins after the best known hit (the smaller of the two roles' best hits). The pair then chosen is
+-- written to the marks after that hit. Entries live for one to two periods; a wrong entry costs a cache miss.
 local PERIOD_MS = 10000
 local MOST_ENTRIES = 200000
 local MARK_BYTES, COUNT_BYTES = 12, 4
@@ -22,7 +22,7 @@ local function mark_name(request, i)
   return request.marks:sub((i - 1) * MARK_BYTES + COUNT_BYTES + 1, i * MARK_BYTES)
 end
 
--- The last i of first .. last for which test(i) is true, where it is true for those before it; else first - 1.
+-- Returns the last i of first .. last for which test(i) is true, given that it is true for all before; else first - 1.
 local function last_where(first, last, test)
   local low, high = first - 1, last
   while low < high do
@@ -48,14 +48,14 @@ local function best_hit(rows, request)
   return best
 end
 
--- The best hit (blocks) that the replica knows of, of that role which has the lesser.
+-- Returns the smaller of the two roles' best known hits, in blocks.
 local function known_to_both(prefills, decodes, request)
   if not next(request.hits) then return 0 end
   local known = best_hit(decodes, request)
   return prefills.count == 0 and known or math.min(best_hit(prefills, request), known)
 end
 
--- Raises the hits of the pair that is about to hold more of this prompt than both are known to.
+-- Raises the hits of the pair that is expected to hold more of this prompt than both are known to hold.
 local function add_expected(prefills, decodes, request)
   local known, count = known_to_both(prefills, decodes, request), num_marks(request)
   local first = last_where(1, count, function(i) return mark_count(request, i) <= known end) + 1
@@ -69,8 +69,8 @@ local function add_expected(prefills, decodes, request)
   end
 end
 
--- The pair, given by their generations, is about to hold this prompt. What nobody looks up any more is freed by
--- another thread: expiring it would stop the server for as long as a hundred thousand entries take.
+-- Notes that a pair, given by generations, will hold this prompt. The oldest period's entries are unlinked, to be freed
+-- by another thread: their expiry would block the server for as long as it takes to free a hundred thousand entries.
 local function expect(request, prefill, decode)
   local last = num_marks(request)
   if request.first_mark > last then return end

@@ -1,4 +1,4 @@
--- Formats of keys besides this one. 0.1.0 had no number in its keys, and told nobody that its format is the first.
+-- The other formats of keys. Release 0.1.0 had no number in its keys, and did not register its format.
 local FIRST_FORMAT = 1
 
 local function keys_of(number)

@@ -1,2 +1,2 @@
--- Returns what each gateway whose lease lives has said of itself, and where Prometheus reads the kvstore, if it is known.
+-- Returns the addresses of each gateway with a live lease, and where Prometheus scrapes the kvstore, if it is known.
 return {redis.call('HVALS', key('gateways')), redis.call('GET', key('keeper')) or ''}

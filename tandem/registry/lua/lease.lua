@@ -1,8 +1,8 @@
 -- ARGV: worker id, incarnation, ttl (ms), 'register' or 'heartbeat', then field, value, … of the worker's hash
 -- Returns {'new'}, {'renewed'}, {'stale'}, {'incompatible', another's id, its layout, its role}, or {'taken', address, host
--- and model of who has the lease, how long (ms) it lasts}. Only a registration is refused, or replaces another incarnation:
--- one that has listened at the same address of the same host, and so is gone. A heartbeat that finds no lease at all takes
--- one, which is how workers come back after Redis lost its memory.
+-- and model of the lease's holder, how long (ms) it lasts}. Only a registration can be refused, or replace another
+-- incarnation: one at the same address of the same host, which is therefore gone. A heartbeat that finds no lease takes
+-- one: so workers come back after Redis has lost its data.
 local worker_id, incarnation, ttl, kind = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local worker = key('worker', worker_id)
 
@@ -11,9 +11,9 @@ if redis.call('EXISTS', key('fenced', worker_id .. ' ' .. incarnation)) == 1 the
 local new = {}
 for i = 5, #ARGV, 2 do new[ARGV[i]] = ARGV[i + 1] end
 
--- A worker that none of the other role could pair with: all that live and serve its model and revision have another KV
--- layout. Returns what to answer. So that a cluster in service can still change its layout, a refusal is
--- remembered: the next of the other role with the same layout gets in, and then the first one does when it comes again.
+-- Returns the answer to a worker without a possible partner: all live workers of the other role that serve its model
+-- and revision have another KV layout. So that a running cluster can change its layout, a refusal is remembered: the
+-- next worker of the other role with the same layout is accepted, and then the first one when it registers again.
 local REFUSED_MS = 600000
 local function incompatible_with()
   local other = nil
@@ -29,7 +29,7 @@ local function incompatible_with()
   return other
 end
 
--- What is there of a worker that cannot be read is nobody's: it registers anew.
+-- An unreadable entry of a worker is removed: the worker registers again.
 if redis.call('EXISTS', worker) == 1 and not is_intact(worker_id) then
   mended(worker)
   retire(worker_id)
@@ -60,7 +60,7 @@ local function write_links(text)
   end)
 end
 
--- The first worker of a release with another format finds the adapters that the release before it served.
+-- The first worker of a release with a new format takes over the adapters of the release before it.
 local function inherit_adapters()
   for number = format - 1, FIRST_FORMAT, -1 do
     if redis.call('COPY', keys_of(number) .. 'adapters', key('adapters')) == 1 then return end

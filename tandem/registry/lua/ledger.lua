@@ -1,7 +1,7 @@
--- The time, and the only code that takes things away.
+-- The time, and the only code that releases and expires.
 --
--- Every script first forgets what is past its time, so none ever sees a dead worker. Of reservations, a call that finds
--- very many past theirs forgets a part, and the calls after it the rest.
+-- Every script first deletes what has expired, so no script ever sees a dead worker. A call that finds very many
+-- expired reservations deletes a part, and later calls the rest.
 local FENCE_MS = 3600000
 local ABANDONED_MS = 120000
 local EXPIRE_BATCH = 256
@@ -11,7 +11,7 @@ local function announce(worker_id)
   redis.call('PUBLISH', key('changed'), worker_id)
 end
 
--- Batch 0 of a generation says that it has ended and holds nothing any more.
+-- Batch 0 of a generation means that it has ended and holds nothing any more.
 local function tell_blocks(worker_id, generation, number, stored, removed)
   redis.call('XADD', key('events'), 'MAXLEN', '~', EVENTS_KEPT, '*', 'worker', worker_id, 'generation', generation,
     'number', number, 'medium', 'device', 'stored', stored, 'removed', removed)
@@ -29,7 +29,7 @@ local function forget_if_empty(reservation)
   end
 end
 
--- Returns the sum of a part that is held on a worker.
+-- Returns the sum of a part ('tokens' or 'blocks') that is held on a worker.
 local function held_by(worker_id, part)
   local sum, held = 0, redis.call('HGETALL', key('held', worker_id))
   for i = 1, #held, 2 do
@@ -52,13 +52,13 @@ local function drop(reservation, part)
   return 1
 end
 
--- What asks for this and comes late, on a connection given up, gets nothing.
+-- Marks a reservation such that a late call that makes it, on an old connection, does nothing.
 local function abandon(name)
   redis.call('SET', key('abandoned', name), '', 'PX', ABANDONED_MS)
 end
 
--- Releases what ARGV says from first to last: reservation, 'tokens' | 'all', and so on in pairs. Returns for each how
--- many parts that were.
+-- Releases the reservations in ARGV from first to last: reservation, 'tokens' | 'all', and so on in pairs. Returns for
+-- each the number of parts released.
 local function drop_each(first, last)
   local dropped = {}
   for i = first, last, 2 do
@@ -69,8 +69,8 @@ local function drop_each(first, last)
   return dropped
 end
 
--- Ends a lease and all that hangs on it: what it held for others, and the blocks it was known for.
--- Returns how many blocks were forgotten.
+-- Ends a lease and all that depends on it: the reservations on its worker, and the worker's known blocks.
+-- Returns the number of block locations deleted.
 local function retire(worker_id)
   for _, field in ipairs(redis.call('HKEYS', key('held', worker_id))) do
     local part, reservation = field:match('^(%a+):(.*)$')
@@ -104,7 +104,7 @@ local function drop_whole(reservations)
   return #reservations
 end
 
--- Releases up to `most` reservations of a dead client; the next calls release the rest. Returns how many.
+-- Releases up to `most` reservations of a dead client; the next calls release the rest. Returns their number.
 local function drop_some_of(client, most)
   redis.call('HDEL', key('gateways'), client)
   local found = redis.call('SRANDMEMBER', key('reserved', client), most)
@@ -112,7 +112,7 @@ local function drop_some_of(client, most)
   return drop_whole(found)
 end
 
--- Returns the time (ms) and how many leases, reservations and block locations were past theirs.
+-- Returns the time (ms) and the numbers of leases, reservations and block locations that had expired.
 local function expire_due()
   local now, blocks = now_ms(), 0
   local dead = redis.call('ZRANGEBYSCORE', key('leases'), '-inf', now)

@@ -1,4 +1,4 @@
--- ARGV: block hashes. Returns for each the ids of the live workers that hold it.
+-- ARGV: block hashes. Returns for each hash the ids of the live workers that hold the block.
 local holders = {}
 for i = 1, #ARGV do holders[i] = {} end
 for _, worker_id in ipairs(live_workers()) do

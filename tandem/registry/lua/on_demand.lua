@@ -1,7 +1,7 @@
--- Models that a launcher starts when they are asked for. ARGV: 'tell', ttl (ms), name, text, …: what a launcher says of its own,
--- which holds for that time; or 'ask', name, ms since it ran, ms since it was wanted, …: what a gateway says of them, -1
--- where it never did or was. Returns a launcher: name, ms since it ran anywhere, ms since it was wanted, …; a gateway:
--- name, text, … of all that there are.
+-- Models that launchers start on demand. ARGV: 'tell', ttl (ms), name, text, …: a launcher's statuses of its models,
+-- valid for `ttl`; or 'ask', name, ms since it ran, ms since it was wanted (-1: never), …: a gateway's use of models.
+-- Returns to a launcher: name, ms since it ran at any gateway, ms since it was wanted, …; to a gateway: name, text, …
+-- of all models with a status.
 local texts, ends, used = key('on_demand'), key('on_demand_ends'), key('on_demand_used')
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', ends, '-inf', now)) do
   redis.call('ZREM', ends, name)

@@ -1,7 +1,7 @@
 -- ARGV: worker id, generation, cursor ('0' at first)
--- Returns the number of the worker's last batch, the next cursor ('0' at the end) and some of the blocks it holds, as
--- one string; nothing if this generation has ended. Pages together have every block that was held all the time they
--- were read; the batches behind the first page's number have the rest.
+-- Returns the number of the worker's last batch, the next cursor ('0' at the end) and some of its blocks' hashes,
+-- joined; nothing if this generation has ended. All pages together have every block that was held during the whole
+-- read; the batches after the first page's number have all other changes.
 local HASH_BYTES = 16
 local generation, number = unpack(redis.call('HMGET', key('worker', ARGV[1]), 'generation', 'block_batches'))
 if generation ~= ARGV[2] or not whole(number) then return {} end

@@ -6,7 +6,7 @@ local stored = 4 + tonumber(ARGV[3])
 in_chunks(4, stored - 1, function(first, last) redis.call('SREM', blocks, unpack(ARGV, first, last)) end)
 in_chunks(stored, #ARGV, function(first, last) redis.call('SADD', blocks, unpack(ARGV, first, last)) end)
 local removed = table.concat(ARGV, '', 4, stored - 1)
--- A worker cannot hold more blocks than it has: if removals got lost, some entries are wrong, and any may go.
+-- A worker cannot hold more blocks than it has: if removals were lost, some entries are wrong, and any may be deleted.
 local surplus = redis.call('SCARD', blocks) - tonumber(redis.call('HGET', worker, 'num_blocks'))
 if surplus > 0 then removed = removed .. table.concat(redis.call('SPOP', blocks, surplus)) end
 local number = redis.call('HINCRBY', worker, 'block_batches', 1)

@@ -1,2 +1,2 @@
--- ARGV: reservation, 'tokens' | 'all', and so on in pairs. Returns for each how many parts were released.
+-- ARGV: reservation, 'tokens' | 'all', and so on in pairs. Returns for each the number of parts released.
 return drop_each(1, #ARGV)

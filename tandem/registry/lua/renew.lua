@@ -1,5 +1,5 @@
--- ARGV: client, ttl (ms), then, of a gateway: where clients reach it and what it has to do, both as JSON.
--- Renews a client's own lease; a ttl of 0 ends it. Returns what the other gateways have to do.
+-- ARGV: client, ttl (ms), then, for a gateway: its addresses for clients and its demand, both as JSON.
+-- Renews a client's own lease; a ttl of 0 ends it. Returns the other gateways' demands.
 local KEPT_MS = 60000
 local client = ARGV[1]
 redis.call('ZADD', key('clients'), now + ARGV[2], client)

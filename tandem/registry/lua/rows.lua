@@ -1,39 +1,39 @@
--- What choosing knows of workers: for each role and model one string of rows of equal size, row i - 1 for worker names[i].
+-- The workers' data for choosing: per role and model one string of rows of equal size, row i - 1 for worker names[i].
 --
 --   lease taken ──> a row at the end          heartbeat ──> its numbers, in place
 --   lease ended ──> the last row moves there  reserved, released ──> its two counters, in place
---   choices     ──> read all workers with two commands and one struct.unpack each, for all of a batch
+--   choices     ──> read all workers with two commands and one struct.unpack per pool, once for a batch
 --
 -- A row is three counters (integers, for BITFIELD) and then doubles:
 --
 --   tokens, blocks        reserved by gateways
---   chosen                number of the choice that last took this worker: of equals, the one unchosen for longest is next
+--   chosen                number of the choice that last took this worker: of equals the least recently chosen is next
 --   takes                 tokens of the longest sequence it would take now: `capacity`, or 0 while it drains
 --   layout                digest of its KV layout
---   kind                  digest of its revision and block size: a prompt's hashes mean something to equals only
---   generation            of its lease
---   queued                tokens it says wait for it
+--   kind                  digest of its revision and block size: hashes are comparable only between equal kinds
+--   generation            its lease's generation
+--   queued                tokens that wait there by its own report
 --   token_s               seconds to prefill a token; 0: not measured yet, as all of these
---   near_s, zone_s, far_s seconds to move a token's KV near, within the zone, to another
---   used, num_blocks      blocks it says are in use, of all
+--   near_s, zone_s, far_s seconds to move a token's KV near, within the zone, to another zone
+--   used, num_blocks      blocks in use by its own report, and all its blocks
 --   block_size, max_num_seqs
 --   step_s, sequences     seconds of a step, 0: not measured yet; sequences that run or wait there
 --   capacity              tokens of the longest sequence it could ever hold
---   likely                tokens of an answer that it takes blocks for in advance; 0: all that it may have
---   stuck                 1: its engine does not come to the end of a step
+--   likely                tokens of an answer that it reserves blocks for; 0: for the longest answer
+--   stuck                 1: its engine does not finish a step
 --   node, domain, zone    digests of its location; domain 0: it is in no NVLink domain
 local ROW_BYTES = 192
 local COUNTERS_BYTES = 24
--- Behind its counters.
+-- The offset of the generation after the counters.
 local GENERATION_AT = 24
 local NUMBERS = '>ddddddddddddddddddddd'
--- A row unpacked: where its values are, and how many.
+-- The format of a row, and the index of each value after unpacking.
 local ROW = 'i8i8i8ddddddddddddddddddddd'
 local TOKENS, BLOCKS, CHOSEN, TAKES, LAYOUT, KIND, GENERATION, QUEUED, TOKEN_S, NEAR_S = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 local USED, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, STEP_S, SEQUENCES, CAPACITY, LIKELY = 11, 12, 13, 14, 15, 16, 17, 18
 local STUCK, ZONE_S, FAR_S, NODE, DOMAIN, ZONE = 19, 20, 21, 22, 23, 24
 local WIDTH = 24
--- What one call can return is bounded.
+-- Rows per call of struct.unpack, as Lua bounds the number of results.
 local ROWS_AT_ONCE = 256
 
 local function digest(text)
@@ -48,7 +48,7 @@ local function seconds_each(rate)
   return rate > 0 and 1 / rate or 0
 end
 
--- Of a worker's texts, by name.
+-- Returns the packed numbers of a row, from a worker's hash (texts by name).
 local function pack_numbers(worker, generation)
   local number = {}
   for _, name in ipairs({'draining', 'block_size', 'num_blocks', 'max_num_seqs', 'max_model_len', 'free_blocks',
@@ -67,7 +67,7 @@ local function pack_numbers(worker, generation)
     worker.nvlink_domain == '' and 0 or digest(worker.nvlink_domain), digest(worker.zone))
 end
 
--- Returns id and incarnation of the worker of a row (from 0); nothing where there is none, or it cannot be read.
+-- Returns id and incarnation of the worker of a row (from 0); nothing if the row is missing or unreadable.
 local function named_at(of, row)
   local packed = redis.call('LINDEX', key('names', of), row)
   local read, names = pcall(cmsgpack.unpack, packed or '')
@@ -79,7 +79,7 @@ local function is_even(of)
   return redis.call('STRLEN', key('rows', of)) == ROW_BYTES * redis.call('LLEN', key('names', of))
 end
 
--- Returns '<role>:<model>' and the row (from 0) of a worker; nothing if it has none, or its hash does not say which.
+-- Returns '<role>:<model>' and the row (from 0) of a worker; nothing if it has no row, or its hash does not name one.
 local function place_of(worker_id)
   local worker = redis.call('HMGET', key('worker', worker_id), 'role', 'model', 'row', 'incarnation')
   local row = whole(worker[3])
@@ -89,7 +89,7 @@ local function place_of(worker_id)
   if id == worker_id and incarnation == worker[4] then return of, row end
 end
 
--- True if a worker's hash and its row say what they should, as far as scripts read them.
+-- True if a worker's hash and its row are consistent, as far as scripts read them.
 local function is_intact(worker_id)
   local of, row = place_of(worker_id)
   local told = redis.call('HMGET', key('worker', worker_id), 'generation', 'block_batches', 'num_blocks')
@@ -99,7 +99,7 @@ local function is_intact(worker_id)
   return struct.unpack('>d', packed) == tonumber(told[1])
 end
 
--- Takes a row (from 0) away: the last one moves there.
+-- Removes a row (from 0): the last row moves there.
 local function cut_row(of, row)
   local rows, names = key('rows', of), key('names', of)
   local packed, last = redis.call('GET', rows), redis.call('RPOP', names)
@@ -113,14 +113,14 @@ local function cut_row(of, row)
   if left == 0 then redis.call('DEL', rows) else redis.call('SET', rows, redis.call('GETRANGE', rows, 0, left - 1)) end
 end
 
--- Rows without a name for each of them, or names without rows, go: their workers get others as they renew their leases.
+-- Removes all rows and names if their numbers differ: workers get new rows when they renew their leases.
 local function even_out(of)
   if is_even(of) then return end
   redis.call('DEL', key('rows', of), key('names', of))
   mended(key('rows', of))
 end
 
--- Takes away what is left there of a worker whose hash has lost its place.
+-- Removes the rows that are left of a worker whose hash no longer names its row.
 local function cut_rows_of(of, worker_id)
   for row = redis.call('LLEN', key('names', of)) - 1, 0, -1 do
     if named_at(of, row) == worker_id then cut_row(of, row) end
@@ -169,8 +169,8 @@ local function unpack_rows(packed, count)
   return values
 end
 
--- Returns all rows of a role, as they are now: row i (from 1) has its values behind (i - 1) * WIDTH. One whose generation is
--- none is no row that a script wrote.
+-- Returns all present rows of a role: row i (from 1) has its values after index (i - 1) * WIDTH. A row without a valid
+-- generation was not written by a script, and is removed.
 local function read_rows(role, model)
   local of = role .. ':' .. model
   local packed = redis.call('GET', key('rows', of)) or ''

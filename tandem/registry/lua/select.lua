@@ -1,30 +1,30 @@
--- Chooses where requests go and reserves room for them: all that came to a gateway while its call before was under way,
--- one after the other, as one step. Everyone sees them all or none.
+-- Chooses workers for requests and reserves room on them: for all requests that came to a gateway during its last call,
+-- one after the other, as one atomic step.
 --
 --   1 undo      a request sent twice (its answer was lost) releases what it holds
 --   2 read      every worker of the model (rows.lua)
 --   then for each request, in order:
---   3 hits      what the gateway's replica says, by generation, so nothing counts that has ended; and what is expected
+--   3 hits      from the gateway's replica, by generation, so that no ended one counts; and expected hits
 --   4 weigh     every worker that can take it (costs.lua)
 --   5 choose    the cheapest pair of equal KV layout and a proven link, or the decode worker alone
 --   6 reserve   prompt tokens on the worker that prefills it, blocks on the one that decodes
 --   7 expect    the prompt's blocks on both, until they report them
 --
--- No worker is left out before it is weighed, so what is chosen is the best there is; the tests compare it with brute
--- force. Only pairs are left out: once the cheapest prefill worker has its decode worker, one that could not
--- win with the cheapest decode worker is paired with none. Of equals the one that was unchosen for longest is taken.
+-- Every worker is weighed, so the choice is the best possible; the tests compare it with brute force. Only pairs are
+-- skipped: once the cheapest prefill worker has its decode worker, a prefill worker that could not win even with the
+-- cheapest decode worker is not paired. Of equals the least recently chosen is taken.
 --
--- Other releases come along and go first, so that choosing sees it.
+-- The call also carries releases, which are made first, so that choices see them.
 --
--- ARGV: (epoch.lua) client, ttl of its own lease (ms, 0: it has none); how many arguments of releases follow, and these
+-- ARGV: (epoch.lua) client, ttl of its own lease (ms, 0: it has none); the number of releases' arguments, and these
 --   (release.lua); then for each request: reservation, model, prompt tokens, new tokens, 'require' | 'prefer' | 'auto' |
 --   'never', ttl (ms), JSON list of excluded worker ids or incarnations, the prompt's revision, block size, marks
---   (expected.lua), hits: 'blocks:generation,generation,… blocks:generation,…', and where it has an adapter the
---   generations that hold that: 'generation generation …', else '-'; and its targets, to the first token and between
---   tokens (ms), 0 if none
--- Returns the epoch; for each release how many parts were released; then for each request: {'ok', why, Fallback or '',
+--   (expected.lua), hits: 'blocks:generation,generation,… blocks:generation,…'; for a request with an adapter the
+--   generations that hold the adapter: 'generation generation …', else '-'; and the targets to the first token and
+--   between tokens (ms), 0 if none
+-- Returns the epoch; for each release the number of parts released; then for each request: {'ok', why, Fallback or '',
 -- decode worker, its generation, its hit (tokens), the same three of the prefill worker if there is one, and of the worker
--- that it fetches from if it does}, {'none', reason}, {'too large', reason} or {'no link', reason}.
+-- that it fetches from, if any}, {'none', reason}, {'too large', reason} or {'no link', reason}.
 local ARGUMENTS = 14
 local REFUSALS = {too_large = 'too large', no_proven_link = 'no link'}
 
@@ -65,7 +65,7 @@ local function parse(start)
   }
 end
 
--- Why no row could take it: the first test that nobody passed; and that as a Fallback.
+-- Returns why no row could take the request: the first test that all rows failed, as a text and as a Fallback.
 local function why_none(rows, role, request)
   local of_model = ' ' .. role .. ' worker of model ' .. request.model
   if rows.count == 0 then return 'no live' .. of_model, 'no_live_worker' end
@@ -90,7 +90,7 @@ local function linked(prefills, p, decodes, d)
   return sender and incarnation and redis.call('SISMEMBER', key('links', sender), incarnation) == 1
 end
 
--- The cheapest decode row for prefill row p: of equals the one unchosen for longest. Tests links if `prove`.
+-- Returns prefill row p with its cheapest decode row: of equals the least recently chosen. Tests links if `prove`.
 local function decode_for(p, prefills, decodes, prove)
   local at, values, others = (p - 1) * WIDTH, prefills.values, decodes.values
   local layout, writing, missing = values[at + LAYOUT], decodes.cost, decodes.missing
@@ -106,7 +106,7 @@ local function decode_for(p, prefills, decodes, prove)
   return found and {prefill = p, decode = found, cost = prefills.cost[p] + least}
 end
 
--- Of prefill rows of the least cost, within `slack`, the one unchosen for longest; and that least cost.
+-- Returns the least recently chosen of the prefill rows of least cost, within `slack`; and the least cost.
 local function longest_unchosen(prefills, slack)
   local costs, least, longest, found = prefills.cost, huge, huge, nil
   for p = 1, prefills.count do least = math.min(least, costs[p]) end
@@ -117,11 +117,12 @@ local function longest_unchosen(prefills, slack)
   return found, least
 end
 
--- The cheapest pair; of prefill workers that make it equally cheap, within `slack`, the one unchosen for longest.
+-- Returns the cheapest pair; of pairs that are equally cheap, within `slack`, the least recently chosen prefill
+-- worker's.
 local function cheapest_pair(prefills, decodes, slack, prove)
   local next_p, least_read = longest_unchosen(prefills, slack)
   local pair = decode_for(next_p, prefills, decodes, prove)
-  if pair and pair.cost <= least_read + decodes.least + slack then return pair end  -- none can cost much less
+  if pair and pair.cost <= least_read + decodes.least + slack then return pair end  -- no pair can cost much less
   local least, pairs_found = huge, {}
   for p = 1, prefills.count do
     local read_s = prefills.cost[p]
@@ -136,7 +137,8 @@ local function cheapest_pair(prefills, decodes, slack, prove)
   return best
 end
 
--- Nearly always all are linked: what is cheapest without a look at links and has one is cheapest.
+-- Returns the cheapest linked pair. Nearly always all are linked, so links are tested only if the cheapest pair has
+-- none.
 local function best_pair(prefills, decodes, slack)
   local best = cheapest_pair(prefills, decodes, slack, false)
   if best and not linked(prefills, best.prefill, decodes, best.decode) then
@@ -179,7 +181,8 @@ local function cheaper(chosen, other)
     other.cost * 1000)
 end
 
--- Returns the best route under the policy or nothing, why, and where it is not what it should be the Fallback.
+-- Returns the best route under the policy or nothing, why, and the Fallback if the route is not what the policy asks
+-- for.
 local function choose(prefills, decodes, request)
   if prefills.count + decodes.count == 0 then return nil, 'no live worker serves model ' .. request.model end
   if not weigh_decodes(decodes, request, prefills.fastest) then return nil, why_none(decodes, 'decode', request) end
@@ -204,7 +207,7 @@ local function choose(prefills, decodes, request)
   return pair, cheaper(pair, alone)
 end
 
--- Row i as a place in a route.
+-- Returns row i as a place in a route.
 local function place(rows, i, request)
   local at, values = (i - 1) * WIDTH, rows.values
   return {
@@ -213,7 +216,7 @@ local function place(rows, i, request)
   }
 end
 
--- In Redis, and in what later requests of this call are weighed by.
+-- Reserves a part, in Redis and in the rows by which later requests of this call are weighed.
 local function hold(request, part, worker, amount)
   local rows, counted = worker.rows, worker.at + (part == 'tokens' and TOKENS or BLOCKS)
   redis.call('HSET', key('held', worker.id), part .. ':' .. request.reservation, amount)
@@ -221,7 +224,7 @@ local function hold(request, part, worker, amount)
   rows.values[counted] = rows.values[counted] + amount
 end
 
--- Of equals, others come first the next time.
+-- Notes that a worker was chosen: the next time, others of equal cost come first.
 local function note_chosen(worker, turn)
   redis.call('BITFIELD', key('rows', worker.rows.of), 'SET', 'i64', counter(worker.at / WIDTH, 'chosen'), turn)
   worker.rows.values[worker.at + CHOSEN] = turn
@@ -235,7 +238,7 @@ local function reserve(request, prefill, decode, holder)
   redis.call('SADD', all_of_client(request.reservation), request.reservation)
 end
 
--- True unless the worker of this row is not, or no longer, who its hash says.
+-- True if a row's worker has the generation that its hash names.
 local function is_current(place)
   return place.id and redis.call('HGET', key('worker', place.id), 'generation') == place.generation
 end
@@ -260,7 +263,7 @@ end
 
 function route(request, turn)
   local prefills, decodes = pools(request.model)
-  request.known = {}  -- as add_expected changes hits
+  request.known = {}  -- a copy, as add_expected changes hits
   for generation, blocks in pairs(request.hits) do request.known[generation] = blocks end
   add_expected(prefills, decodes, request)
   local best, why, fallback = choose(prefills, decodes, request)

@@ -1,7 +1,7 @@
--- A request has ended: what it took and did not use is its tenant's again, and what it used is counted.
+-- Ends a request: refunds to its tenant what it took and did not use, and counts what it used.
 -- ARGV: tenant, request, day it began, tokens per minute ('' if there is no limit), tokens not used, cost not used,
---   prompt tokens, completion tokens, '1' if its taking may have been sent twice, those of the prompt that were cached
--- Returns 1, or 0 for a request that is not inside, or no longer.
+--   prompt tokens, completion tokens, '1' if its `take` may have been sent twice, cached prompt tokens
+-- Returns 1; 0 for a request that does not run, or no longer.
 if ARGV[9] == '1' then abandon(ARGV[2]) end
 if redis.call('ZREM', key('inside', ARGV[1]), ARGV[2]) == 0 then return 0 end
 local limit = tonumber(ARGV[4])

@@ -1,8 +1,8 @@
--- Forgets what is past its time even where nothing else calls. Returns how many leases, reservations and block locations
--- that were, and how many leases and reservations there are.
--- Who sweeps may say where Prometheus reads it (ARGV[1]), which is believed for ten seconds.
--- What cannot be read of a worker is forgotten, too; in turn, what one worker holds for no reservation, and some names of
--- reservations that there are not. A client whose lease was lost has one for as long as it takes to renew it.
+-- Deletes what has expired, even if no other script runs. Returns the numbers of leases, reservations and block
+-- locations deleted, and of leases and reservations left.
+-- The sweeping process may name its address for Prometheus (ARGV[1]), which is valid for ten seconds.
+-- It also deletes unreadable workers; in turn, what one worker holds for no reservation; and some names of reservations
+-- that do not exist. A client whose lease was lost gets one for as long as it takes to renew it.
 local LOOKED_AT, RENEWED_MS = 256, 3000
 
 local function drop_names(turn)

@@ -1,13 +1,13 @@
--- Takes what a request may use from its tenant's limits, or says what it has to wait for. All of it or nothing.
+-- Takes the most that a request may use from its tenant's limits, all or nothing; else returns what it has to wait for.
 --
 --   bucket:<tenant>      hash: requests, tokens: what was left at requests_at, tokens_at (ms); refilled by the minute
---   inside:<tenant>      sorted set: request -> when it is forgotten (ms); named as reservations are
+--   inside:<tenant>      sorted set: running request (named like a reservation) -> when it expires (ms)
 --   usage:<tenant>:<day> hash: cost, requests, prompt_tokens, completion_tokens
 --
 -- ARGV: (epoch.lua) tenant, request, ttl (ms), requests per minute, tokens per minute, concurrent requests, daily
---   budget (each '' if there is none), tokens and cost that the request may come to
--- Returns {epoch, what is lacking or '', ms until it may be there, requests left, ms until all are, tokens left, ms
--- until all are, day}.
+--   budget (each '' without a limit), the most tokens and cost of the request
+-- Returns {epoch, the limit that is exhausted or '', ms until it may have room, requests left, ms until that bucket is
+-- full, tokens left, ms until that bucket is full, day}.
 local tenant, request, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local per_minute = {requests = tonumber(ARGV[4]), tokens = tonumber(ARGV[5])}
 local concurrent, budget = tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -15,7 +15,7 @@ local wanted = {requests = 1, tokens = tonumber(ARGV[8])}
 local cost, day = ARGV[9], string.format('%.0f', math.floor(now / DAY_MS))
 local inside, usage = key('inside', tenant), lasting('usage', tenant .. ':' .. day)
 
--- Requests of gateways that died are no longer inside.
+-- Requests of dead gateways expire here.
 local function num_inside()
   redis.call('ZREMRANGEBYSCORE', inside, '-inf', now)
   if redis.call('ZCARD', inside) >= concurrent then

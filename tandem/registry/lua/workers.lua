@@ -1,5 +1,5 @@
--- Returns the epoch (empty if nothing was ever registered), the keys that had wrong values of late, with how often, and for
--- every live worker its id and its hash as field, value, …
+-- Returns the epoch (empty if nothing was ever registered), {key, number of wrong values recently deleted there, …},
+-- and for every live worker its id and its hash as field, value, …
 local rows = {known_epoch(), redis.call('HGETALL', key('mended'))}
 for _, worker_id in ipairs(live_workers()) do
   local row = redis.call('HGETALL', key('worker', worker_id))

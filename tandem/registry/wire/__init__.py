@@ -1,4 +1,4 @@
-"""Calls to Redis: addresses, connections, scripts, batches, rows that cannot be read. The registry may enter."""
+"""Calls to Redis: addresses, connections, scripts, batches, unreadable rows. The registry may enter."""
 
 from tandem.registry.wire.address import RedisAddress
 from tandem.registry.wire.batching import CallBatcher

@@ -1,12 +1,12 @@
-"""The address of Redis, and the way in, as a URL.
+"""The address of Redis and the credentials for it, as a URL.
 
 redis://[user][:password]@host[:port][/database]      rediss:// over TLS      unix://[user][:password]@/path[?db=n]
 redis+sentinel://[user][:password]@host[:port][,host[:port]...]/master[/database]      rediss+sentinel:// over TLS
 
-With sentinel the hosts are sentinels, and `master` is the name under which they watch Redis. User and password are of
-Redis; sentinels that ask for some of their own: ?sentinel_username=...&sentinel_password=...
+With +sentinel the hosts are sentinels, and `master` is the name under which they watch Redis. User and password are
+Redis's; sentinels may have their own: ?sentinel_username=...&sentinel_password=...
 
-TLS options go behind a question mark: ssl_ca_certs, ssl_certfile, ssl_keyfile name files, which are read anew for each
+TLS options follow a question mark: ssl_ca_certs, ssl_certfile, ssl_keyfile name files, which are read again for each
 connection, so a renewed certificate needs no restart; ssl_check_hostname=false accepts any host that the CA signed.
 """
 
@@ -30,20 +30,21 @@ SENTINEL_OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
 class RedisAddress:
     host: str
     port: int
-    path: str  # of a Unix socket; then there is no host
+    path: str  # the path of a Unix socket; then `host` is empty
     username: str = field(repr=False)
     password: str = field(repr=False)
     database: int
     tls: bool
     options: dict[str, str] = field(repr=False)
     sentinels: tuple[RedisAddress, ...] = ()
-    master: str = ""  # the name that the sentinels know; they say host and port
+    master: str = ""  # the master's name at the sentinels, which return its host and port
 
     @classmethod
     def parse(cls, url: str) -> RedisAddress:
-        """
+        """Parses a URL.
+
         Raises:
-            ValueError: says what is wrong with the URL, without its password.
+            ValueError: names what is wrong with the URL, but not its password.
         """
         parts = urlsplit(url)
         if parts.scheme not in SCHEMES:
@@ -78,7 +79,7 @@ class RedisAddress:
         parts = [urlsplit(f"//{host}") for host in hosts.split(",")]
         try:
             places = [(part.hostname or "", part.port or SENTINEL_PORT) for part in parts]
-        except ValueError:  # a port that is none
+        except ValueError:  # the port is no number
             places = []
         if not places or not all(host for host, _ in places):
             raise ValueError(f"redis_url names sentinels {hosts!r}, which must be host[:port],host[:port]...")
@@ -92,12 +93,13 @@ class RedisAddress:
         return self.path or address(self.host, self.port)
 
     def handshake(self) -> list[tuple[str, ...]]:
-        """Commands that a new connection sends first."""
+        """Returns the commands that a new connection sends first."""
         login = [("AUTH", *filter(None, (self.username, self.password)))] if self.password else []
         return login + ([("SELECT", str(self.database))] if self.database else [])
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """
+        """Returns the TLS context; None without TLS.
+
         Raises:
             OSError: a file cannot be read, or is no certificate or key.
         """

@@ -1,16 +1,17 @@
-"""Calls in batches: what comes while one is under way waits and goes in the next.
+"""Calls in batches: calls that come while two batches are under way wait and share the next batch.
 
     call 1    a ─────────> answers
     call 2       b ─────────> answers
                     c, d, e ┄┄> one call ─────────> answers
     idle      p ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄> f, p: one call ─────────> answers
 
-When idle there is no wait; when busy, each round trip is shared by all that would have waited for it anyway. The second
-call keeps the server busy while the first one's answer is on its way. A patient call (p) starts none: it waits a
-moment for another that takes it along.
+When idle, no call waits; when busy, the calls that would have waited anyway share a round trip. The second batch keeps
+the server busy while the first one's answer is on its way. A patient call (p) starts no batch: it waits a moment to
+share the batch of another call.
 
-A call that fails answers those that went with it. Where the registry has answered, each of them is asked once more
-alone, so that one wrong argument is one caller's error. Where it has not, those who have waited for long fail too.
+If the registry answers a batch with an error, each of its calls is made once more alone, so that a wrong argument is
+only its own caller's error. If the registry does not answer, all calls of the batch fail, and those that have waited
+long.
 """
 
 from __future__ import annotations
@@ -23,21 +24,23 @@ from tandem.registry.errors import RegistryUnavailable, ScriptFailed
 
 T = TypeVar("T")
 CALLS_AT_ONCE = 2
-# At 500 calls a second six of seven patient ones are taken along.
+# At 500 calls a second, six of seven patient calls share another call's batch within this time.
 PATIENCE_S = 0.004
-# Who has waited longer when a call is not answered would meet the same silence.
+# When a batch is not answered, calls that have waited longer than this fail with it.
 MAX_WAIT_S = 1.0
 
 
 class PendingCall(NamedTuple, Generic[T]):
     argument: T
     answer: asyncio.Future[Any]
-    since: float  # on the loop's clock
+    since: float  # when the call was made, on the loop's clock
 
 
 class CallBatcher(Generic[T]):
-    """`run` takes the arguments of at most `most` calls, answers them in order, and is safe to repeat. `close` ends
-    it."""
+    """Makes batches of calls, until `close`.
+
+    `run` takes the arguments of at most `most` calls and returns their answers in order; it must be safe to repeat.
+    """
 
     def __init__(
         self, run: Callable[[Sequence[T]], Awaitable[Sequence[Any]]], most: int, patience_s: float = PATIENCE_S
@@ -46,13 +49,14 @@ class CallBatcher(Generic[T]):
         self._most = most
         self._patience_s = patience_s
         self._waiting: list[PendingCall[T]] = []
-        self._due = False  # what waits is to go with the next call
+        self._due = False  # the waiting calls go with the next batch
         self._tasks: set[asyncio.Task[None] | None] = set()
         self._patience: asyncio.Task[None] | None = None
 
     def call(self, argument: T, patient: bool = False) -> asyncio.Future[Any]:
-        """Done with the answer to this argument, or what it has raised: RegistryUnavailable where the call that it went
-        with, or one that it waited for, was not answered."""
+        """Returns the future of the answer to this argument, or of its error: RegistryUnavailable if its batch, or one
+        that it waited for, was not answered.
+        """
         loop = asyncio.get_running_loop()
         waiting = PendingCall(argument, loop.create_future(), loop.time())
         self._waiting.append(waiting)
@@ -67,7 +71,7 @@ class CallBatcher(Generic[T]):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # A task cancelled before it began has answered nobody.
+        # A task that was cancelled before it began has answered no call.
         self._fail(self._waiting, asyncio.CancelledError())
         self._waiting.clear()
 
@@ -118,7 +122,7 @@ class CallBatcher(Generic[T]):
                     waiting.answer.set_result(answer)
 
     def _next(self) -> list[PendingCall[T]]:
-        """Those whose caller still waits; none where only patient ones do."""
+        """Returns the calls of the next batch, without cancelled ones; none if only patient calls wait."""
         if not self._due:
             return []
         waiting = [entry for entry in self._waiting if not entry.answer.done()]

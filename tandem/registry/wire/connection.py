@@ -1,9 +1,9 @@
-"""The registry's use of Redis, and Redis itself: scripts called by hash, a channel, every failure one error.
+"""The registry's connection to Redis: calls of scripts by hash, reads of streams, a channel, and one error.
 
 call      EVALSHA, one round trip; EVAL where the server does not know the script yet (first call, or it restarted);
-          all on one wire, one behind the other, for none of them waits in the server
-read      what a stream has behind a cursor, or what comes next: on a wire of its own, for it may wait
-changes   a subscription on a connection of its own; a message only says "look again"
+          all share one wire, in order, as no call waits in the server
+read      a stream's entries after a cursor, or the next ones: on a wire of its own, as a read may wait in the server
+changes   a subscription on a connection of its own; a message only means "look again"
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from tandem.registry.wire.master import Master
 from tandem.registry.wire.resp import Argument, ConnectionLost, ReplyError, RespConnection, Wire
 from tandem.registry.wire.scripts import FORMAT, Script, key_prefix, load_scripts
 
-# Of a stream: its id and its fields.
+# An entry of a stream: its id and its fields.
 Entry: TypeAlias = tuple[str, dict[bytes, bytes]]
-# These pass, or an operator has to mend them: the server starts, moves, is full or read-only, or knows no such user.
+# Errors that pass, or that an operator has to fix: the server starts, moves, is full or read-only, or denies the user.
 UNAVAILABLE = frozenset(
     {
         "LOADING", "READONLY", "OOM", "MISCONF", "BUSY", "CLUSTERDOWN", "TRYAGAIN", "MASTERDOWN", "NOAUTH",
         "WRONGPASS", "NOPERM", "NOREPLICAS",
     }
 )  # fmt: skip
-# The same from within a script, by older servers only as text.
+# The same errors from within a script, of which older servers return only the text.
 REFUSALS = ("-OOM ", "-READONLY ", "-MISCONF ")
 
 
 class Changes(Protocol):
-    """A subscription. Messages that arrived together count as one."""
+    """A subscription. Messages that arrive together count as one."""
 
     async def wait(self, timeout: float) -> bool:
-        """True as soon as something changed, False after `timeout` seconds without.
+        """Waits for a change. Returns True as soon as there is one, False after `timeout` seconds.
 
         Raises:
             RegistryUnavailable: the connection broke; changes may have been missed.
@@ -45,39 +45,47 @@ class Changes(Protocol):
 
 
 class RegistryConnection(Protocol):
-    """Every call may raise RegistryUnavailable: Redis did not answer; the script may have run all the same."""
+    """A connection to Redis.
+
+    Calls may raise RegistryUnavailable if Redis did not answer; the script may still have run.
+    """
 
     client_id: str
     """Unique among all clients that the registry ever has."""
 
     @property
     def lines(self) -> int:
-        """How often calls have got a new line to Redis. A call that sees this change may have been sent twice, and what
-        went out on the older line may still arrive, behind anything that is called later."""
+        """The number of connections opened for calls so far. If it changes during a call, the call may have been sent
+        twice, and its first copy may still arrive, even after later calls.
+        """
 
     async def call(self, name: str, *arguments: Argument, binary: bool = False) -> Any:
-        """Run one script. Strings in the answer are bytes where `binary`."""
+        """Runs one script and returns its answer. `binary`: strings in the answer are bytes."""
 
     async def read(self, stream: str, cursor: str, count: int, wait: float) -> list[Entry]:
-        """At most `count` entries behind `cursor`, oldest first; if there are none yet, the next that come within
-        `wait` seconds or sooner, or none."""
+        """Returns at most `count` entries after `cursor`, oldest first. Without any, waits for entries at most `wait`
+        seconds, perhaps less, and may return none.
+        """
 
     async def ping(self) -> None: ...
 
     async def eviction_policy(self) -> str:
-        """Redis's `maxmemory-policy`; empty where it does not say."""
+        """Returns Redis's `maxmemory-policy`; empty if Redis does not report it."""
 
     def changes(self) -> AbstractAsyncContextManager[Changes]:
-        """Listen on the channel `changed`."""
+        """Subscribes to the channel `changed`."""
 
     async def close(self) -> None: ...
 
 
 class RedisConnection:
-    """Wires to one Redis and the scripts run there, each call within `timeout` seconds. `close` ends it."""
+    """Wires to one Redis, and the scripts to run there.
+
+    Each call ends within `timeout` seconds. `close` ends the wires.
+    """
 
     def __init__(self, url: str, namespace: str, timeout: float, number: int = FORMAT) -> None:
-        """Connects when first used. `number`: of the keys' format.
+        """Makes a connection that connects at first use. `number`: the format of its keys.
 
         Raises:
             ValueError: the URL or the namespace is malformed.
@@ -101,7 +109,7 @@ class RedisConnection:
 
     async def read(self, stream: str, cursor: str, count: int, wait: float) -> list[Entry]:
         wait_ms = round(min(wait, self._timeout / 2) * 1000)
-        block = ("BLOCK", wait_ms) if wait_ms else ()  # BLOCK 0 is for ever
+        block = ("BLOCK", wait_ms) if wait_ms else ()  # BLOCK 0 would wait for ever
         command = ("XREAD", "COUNT", count, *block, "STREAMS", self._prefix + stream, cursor)
         return entries_of(await self._bounded(self._reads, self._reads.ask(*command, binary=True)))
 
@@ -132,7 +140,7 @@ class RedisConnection:
         self._reads.close()
 
     async def _said_of_memory(self, name: str) -> str:
-        """One line of INFO; empty where there is none, or this user may not ask."""
+        """Returns one value of INFO memory; empty if it is missing, or the user may not ask."""
         try:
             lines = str(await self._calls.ask("INFO", "memory")).splitlines()
         except ReplyError:
@@ -157,7 +165,7 @@ class RedisConnection:
                 wire.doubt(start)
                 raise
             except ReplyError as error:
-                if "READONLY" in str(error):  # no master any more: another is where the address leads now
+                if "READONLY" in str(error):  # no longer the master: the address now leads to another
                     wire.renew("read-only")
                 raise
 
@@ -165,7 +173,7 @@ class RedisConnection:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:  # TimeoutError too
+        except OSError as error:  # includes TimeoutError
             reason = str(error) or f"no answer in {self._timeout} s"
             raise RegistryUnavailable(f"Redis at {self._address}: {reason}") from error
         except ReplyError as error:
@@ -194,6 +202,6 @@ class _Subscription:
 
 
 def entries_of(reply: Any) -> list[Entry]:
-    """Entries of one stream in a reply to XREAD."""
+    """Returns the entries of one stream in a reply to XREAD."""
     entries = reply[0][1] if reply else ()
     return [(entry_id.decode(), dict(zip(flat[::2], flat[1::2], strict=True))) for entry_id, flat in entries]

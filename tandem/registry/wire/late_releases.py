@@ -1,4 +1,4 @@
-"""Releases that could not be made when they were due: tried again until Redis answers."""
+"""Failed releases, which are repeated until Redis answers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tandem.registry.errors import RegistryUnavailable
 from tandem.registry.wire.connection import RegistryConnection
 
 log = structlog.get_logger(__name__)
-# A reservation that cannot be released for so long is left to expire.
+# A release is repeated for at most this long; then the reservation is left to expire.
 LIMIT_S = 60.0
 RETRY_S = 0.5
 CLOSE_WAIT_S = 1.0
 
 
 class LateReleases:
-    """Owns a task for each, until `close`."""
+    """Repeats failed releases, each in a task, until `close`."""
 
     def __init__(self, connection: RegistryConnection) -> None:
         self._connection = connection
@@ -30,7 +30,7 @@ class LateReleases:
         task.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        """Give those that are still due a moment, then cancel them."""
+        """Gives pending releases a moment to succeed, then cancels them."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_WAIT_S)
         for task in self._tasks:

@@ -1,9 +1,9 @@
-"""Connections to the Redis that takes writes: the one of the address, or the one that its sentinels name.
+"""Connections to the Redis that takes writes: the address's own, or the master that its sentinels name.
 
     sentinel ──> where the master is ──> connect there ──> HELLO: it is a master ──> the connection
-        └── fails, or is behind the times: the next sentinel
+        └── fails, or names a former master: the next sentinel
 
-A caller may give up on a sentinel that does not answer; the next connection then begins with the one after it.
+If a caller gives up on a sentinel that does not answer, the next connection begins with the sentinel after it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from tandem.registry.wire.resp import ReplyError, RespConnection
 class Master:
     def __init__(self, address: RedisAddress) -> None:
         self._address = address
-        self._first = 0  # of the sentinels to ask
+        self._first = 0  # index of the sentinel to ask first
 
     async def open(self, on_push: Callable[[], None] = lambda: None) -> RespConnection:
-        """
+        """Opens a connection to the master.
+
         Raises:
             ReplyError: user, password or database are refused.
-            OSError: it cannot be reached, or no sentinel knows it.
+            OSError: the master cannot be reached, or no sentinel knows it.
         """
         sentinels = self._address.sentinels
         if not sentinels:
@@ -52,7 +53,7 @@ class Master:
         host, port = named
         line = await RespConnection.open(replace(self._address, host=host, port=int(port)), on_push)
         try:
-            # Unlike ROLE, a user may ask this without the rights of an administrator.
+            # HELLO, unlike ROLE, needs no administrator's rights.
             said = await line.ask(("HELLO", "2"), binary=False)
             if (role := dict(zip(said[::2], said[1::2], strict=True))["role"]) != "master":
                 raise OSError(f"names {host}:{port}, which is a {role}")

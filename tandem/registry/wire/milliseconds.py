@@ -1,4 +1,4 @@
-"""Times as scripts take them."""
+"""Conversion of times to the milliseconds that scripts take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ def milliseconds(seconds: float) -> int:
     """Returns whole milliseconds, at least one.
 
     Raises:
-        ValueError: they are no time to live.
+        ValueError: `seconds` is no time to live.
     """
     if seconds <= 0:
         raise ValueError(f"ttl must be above 0 seconds, got {seconds}")

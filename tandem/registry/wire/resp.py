@@ -1,12 +1,12 @@
-"""A connection to Redis on which commands go out as they come, and replies come back in their order.
+"""A connection to Redis with pipelining: commands are sent immediately, and replies come back in the same order.
 
     ask ──> pack, write ─────────> Redis
     ask ──> pack, write ─────────>
              waiting: ask, ask <── replies, in order
 
-A caller that goes away leaves its place: its reply is read and dropped. Where nothing comes within a caller's time the
-connection ends, and every call that waits there, or meets a connection that died idle, is sent once more on the next.
-So what is sent must be safe to run twice.
+The reply of a caller that was cancelled is read and dropped. If nothing arrives within a caller's timeout, the
+connection ends, and every call that waits there is sent once more on the next connection; so is a call that meets a
+connection which died idle. So commands must be safe to run twice.
 
 hiredis packs commands and parses replies. A general client on top of it costs three times as much per call.
 """
@@ -39,17 +39,17 @@ class ReplyError(Exception):
 
 
 class Wire:
-    """Connects when first used, and again after that connection ended. `close` ends it."""
+    """A line to Redis that connects at first use, and again after its connection ended. `close` ends it."""
 
     def __init__(self, open_line: Callable[[], Awaitable[RespConnection]]) -> None:
-        self.lines = 0  # opened so far
+        self.lines = 0  # connections opened so far
         self._open_line = open_line
         self._line: RespConnection | None = None
         self._connecting = asyncio.Lock()
         self._closed = False
 
     async def ask(self, *command: Argument, binary: bool = False) -> Any:
-        """The reply; strings in it are bytes where `binary`. A caller that gives up waiting calls `doubt`.
+        """Returns the reply to a command. `binary`: strings in it are bytes. A caller that times out calls `doubt`.
 
         Raises:
             ReplyError: Redis refuses.
@@ -58,16 +58,16 @@ class Wire:
         try:
             return await (await self._connected()).ask(command, binary)
         except ConnectionLost:
-            # It died idle, or Redis restarts.
+            # The connection died idle, or Redis restarts.
             return await (await self._connected()).ask(command, binary)
 
     def doubt(self, since: float) -> None:
-        """Ends the connection if nothing came since then (the loop's time)."""
+        """Ends the connection if nothing was received since then (the loop's time)."""
         if self._line and self._line.heard < since:
             self.renew("no answer")
 
     def renew(self, why: str) -> None:
-        """Ends the connection; what waits there, and what comes next, goes out on another."""
+        """Ends the connection. Its waiting calls, and all later ones, use a new connection."""
         if self._line:
             self._line.end(why)
 
@@ -88,11 +88,12 @@ class Wire:
 
 
 class RespConnection(asyncio.Protocol):
-    """One connection, from its handshake until `end`. `on_push` is called for each message that answers no command
-    (of a channel subscribed to), and when the connection ends."""
+    """A connection, from its handshake until `end`. `on_push` is called for each message that answers no command
+    (on a subscribed channel), and when the connection ends.
+    """
 
     def __init__(self, on_push: Callable[[], None]) -> None:
-        self.ended = ""  # why
+        self.ended = ""  # why the connection ended; empty: it is open
         self.heard = 0.0
         self._on_push = on_push
         self._waiting: deque[tuple[asyncio.Future[Any], bool]] = deque()
@@ -102,10 +103,11 @@ class RespConnection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, address: RedisAddress, on_push: Callable[[], None] = lambda: None) -> RespConnection:
-        """
+        """Opens a connection.
+
         Raises:
             ReplyError: user, password or database are refused.
-            OSError
+            OSError: Redis cannot be reached.
         """
         loop = asyncio.get_running_loop()
         if address.path:
@@ -157,7 +159,7 @@ class RespConnection(asyncio.Protocol):
         self.end(str(error or "Redis closed the connection"))
 
     def _take_next(self) -> bool:
-        """False until the next reply is here whole."""
+        """Takes the next reply. Returns False if it has not fully arrived yet."""
         waiting, binary = self._waiting[0] if self._waiting else (None, True)
         reply = self._replies.gets(not binary)
         if reply is _MORE:

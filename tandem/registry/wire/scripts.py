@@ -1,4 +1,4 @@
-"""The registry's Lua scripts: each one whole, with the parts it shares in front.
+"""The registry's Lua scripts, each complete: the parts that it shares with others stand before it.
 
 Every script takes the key prefix `{namespace}:<format>:` as its one key: the braces keep all keys of a cluster in one
 slot.
@@ -20,10 +20,10 @@ NAMES = (
     "sweep", "check", "take", "settle", "usage", "named", "gateways", "death", "releases",
     "on_demand",
 )  # fmt: skip
-# What processes must agree on that find each other here: rows and keys, and the calls and frames between them. Another
-# number where they could not, beside a process of the last release; tests/registry/test_formats.py compares.
+# The format of keys and rows, and of calls and frames between processes that find each other here. The number rises
+# when a process could not work beside one of the last release; tests/registry/test_formats.py compares.
 FORMAT = 2
-# What scripts begin with: all of them; this one.
+# The shared parts that all scripts begin with, and those that single scripts add.
 COMMON = ("keys", "rows", "ledger")
 PARTS = {
     "lease": ("formats",), "releases": ("formats",), "select": ("epoch", "costs", "expected"),
@@ -39,12 +39,12 @@ class Script:
 
 @cache
 def load_scripts(prelude: str = "") -> Mapping[str, Script]:
-    """Returns scripts by name. `prelude` is Lua that goes first: a simulation shadows `redis` in it, for its time."""
+    """Returns scripts by name. `prelude`: Lua put first; a simulation replaces `redis` in it, for its own clock."""
     return MappingProxyType({name: _load(name, prelude) for name in NAMES})
 
 
 def key_prefix(namespace: str, number: int = FORMAT) -> str:
-    """The beginning of all keys of one format.
+    """Returns the prefix of all keys of one format.
 
     Raises:
         ValueError: the namespace is malformed.

@@ -1,10 +1,10 @@
-"""Rows of the registry that cannot be read: each is skipped, counted and logged once, and all others are read.
+"""Unreadable rows of the registry: each is skipped, counted and logged once, and all others are read.
 
-    a row's text ── parse ──> what it says
+    a row's text ── parse ──> its value
                       └────── raises ──> `wrong`: its name and why, for `tandem doctor`; `found`: how often, by kind
 
-Redis has a wrong value where another program writes to it, where it has evicted a part, or where a newer release wrote
-one. Scripts take what they meet of that away themselves, and say so (`mended`).
+Redis has a wrong value if another program wrote it, if Redis evicted a part of it, or if a newer release wrote it.
+Scripts delete the wrong values that they meet, and report them (`mended`).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from tandem.registry.wire.connection import RegistryConnection
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
-# Rows that are remembered; others are counted and named nowhere.
+# The most rows that are remembered by name; further ones are only counted.
 MOST_NAMED = 256
 MAX_TEXT = 120
-# Policies of a Redis that evicts nothing, or does not say.
+# Policies of a Redis that evicts nothing, or reports no policy.
 KEPT = ("", "noeviction")
-# What the text of a row may make its parser raise.
+# The errors that a parser may raise for a row's text.
 MISREAD = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 class UnreadableRows:
-    """Those that one client of the registry has met."""
+    """The unreadable rows that one client of the registry has met."""
 
     def __init__(self, connection: RegistryConnection) -> None:
         self._connection = connection
-        self.found: Counter[str] = Counter()  # by kind; a row counts once for as long as it stays wrong
-        self.wrong: dict[tuple[str, str], str] = {}  # of those that were wrong when last read, why
-        self.mended: dict[str, int] = {}  # keys from which scripts took wrong values away of late, and how often
+        self.found: Counter[str] = Counter()  # their number by kind; a row counts once for as long as it stays wrong
+        self.wrong: dict[tuple[str, str], str] = {}  # (kind, name) of rows that were wrong when last read: why
+        self.mended: dict[str, int] = {}  # key: how often scripts have recently deleted a wrong value there
 
     def read(self, kind: str, name: str, parse: Callable[[], T], default: T) -> T:
-        """Returns what `parse` does, or the default where it cannot."""
+        """Returns what `parse` returns; the default if it fails."""
         name = name[:MAX_TEXT]
         try:
             parsed = parse()
@@ -50,7 +50,10 @@ class UnreadableRows:
         return parsed
 
     def read_each(self, kind: str, rows: Iterable[tuple[str, Callable[[], T]]]) -> dict[str, T]:
-        """Returns the rows that can be read, by name. Those of the kind that are gone are wrong no longer."""
+        """Returns the readable rows, by name.
+
+        Rows of this kind that are no longer there are no longer reported as wrong.
+        """
         parsed: dict[str, T] = {}
         names: set[str] = set()
         nothing: tuple[T, ...] = ()
@@ -63,17 +66,17 @@ class UnreadableRows:
         return parsed
 
     def read_texts(self, kind: str, texts: Iterable[str], parse: Callable[[str], T]) -> list[T]:
-        """Returns the rows that can be read, of a kind whose rows have no names."""
+        """Returns the readable rows of a kind whose rows have no names."""
         return list(self.read_each(kind, ((text, partial(parse, text)) for text in texts)).values())
 
     async def evicts(self) -> str:
-        """Say that Redis may take rows away; empty where it does not. Raises RegistryUnavailable."""
+        """Returns a warning if Redis may evict rows; empty if it does not. Raises RegistryUnavailable."""
         policy = await self._connection.eviction_policy()
         wanted = "a registry needs maxmemory-policy noeviction"
         return f"Redis may evict rows of the registry: {wanted}, and it is {policy}" if policy not in KEPT else ""
 
     def note_mended(self, mended: Mapping[str, int]) -> None:
-        """Log what scripts have taken away since this was last called."""
+        """Logs the wrong values that scripts have deleted since the last call."""
         new = {name: count for name, count in mended.items() if count > self.mended.get(name, 0)}
         for name, count in new.items():
             self.found["mended"] += count - self.mended.get(name, 0)
@@ -82,7 +85,7 @@ class UnreadableRows:
             log.warning("the registry had wrong values, which were taken away", keys=new)
 
     def report(self) -> list[str]:
-        """Describe what is wrong, a line each."""
+        """Describes what is wrong, one line each."""
         rows = [f"{kind} {name!r}: {why}" for (kind, name), why in sorted(self.wrong.items())]
         taken = ", ".join(f"{name} ({count})" for name, count in sorted(self.mended.items()))
         return rows + ([f"wrong values were taken away in the last hour: {taken}"] if taken else [])

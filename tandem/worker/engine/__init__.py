@@ -1,4 +1,4 @@
-"""The engine as coroutine code knows it, on a thread or on the loop, and its measured speed. Workers may enter."""
+"""The engine's interface for coroutines, on a thread or on the loop, and its measured speed. Workers may enter."""
 
 from tandem.worker.engine.beside import at_once, block_chain, give_up, land, release
 from tandem.worker.engine.inline import InlineEngine

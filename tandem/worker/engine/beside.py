@@ -1,4 +1,4 @@
-"""A worker's cache, for what moves blocks in and out of it beside the engine's steps."""
+"""Access to a worker's cache for transfers that move its blocks beside the engine's steps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ T = TypeVar("T")
 
 
 def block_chain(layout: KVLayout, request: Request) -> list[bytes]:
-    """Root and names of the prompt's blocks, but that of its last token, which is computed."""
+    """Returns the root hash and the prompt's full blocks' hashes. The last token is left out: it is always computed."""
     root = root_hash(layout.model, layout.revision, request.lora.revision if request.lora else "", request.cache_salt)
     return [root, *block_hashes(root, request.token_ids[:-1], layout.block_size)]
 
 
 async def at_once(port: EnginePort, name: str, fn: Callable[[Engine], T]) -> T:
-    """Result of `fn`, which may take blocks for `name`: beside a step where that is to be had, for they are free or
-    cached already. A caller that is cancelled gets nothing, and nothing stays taken."""
+    """Returns the result of `fn`, which may take free or cached blocks for `name`.
+
+    Runs `fn` beside a step if it can. If the caller is cancelled, the blocks are released.
+    """
     done = port.beside_step(lambda engine: [fn(engine)])
     if done is not None:
         return done[0]
@@ -32,7 +34,7 @@ async def at_once(port: EnginePort, name: str, fn: Callable[[Engine], T]) -> T:
 
 
 def release(port: EnginePort, name: str) -> None:
-    """Blocks taken for `name` are free again; from any thread. The event says so to who waits for blocks."""
+    """Releases the blocks taken for `name`, from any thread. The Ended event wakes sequences that wait for blocks."""
 
     def release_it(engine: Engine) -> Sequence[Event]:
         engine.moving.release(name)
@@ -42,8 +44,9 @@ def release(port: EnginePort, name: str) -> None:
 
 
 def land(port: EnginePort, name: str, num_cached: int, num_landed: int) -> None:
-    """Nothing is written any more to the blocks expected for `name`: so many of them have come; from any thread.
-    The event says so to who waits for blocks."""
+    """Ends the transfer into the blocks expected for `name`, of which `num_landed` have arrived; from any thread. The
+    Ended event wakes sequences that wait for blocks.
+    """
 
     def land_them(engine: Engine) -> Sequence[Event]:
         engine.moving.land(name, num_cached, num_landed)
@@ -53,7 +56,7 @@ def land(port: EnginePort, name: str, num_cached: int, num_landed: int) -> None:
 
 
 def give_up(port: EnginePort, name: str) -> None:
-    """Lets no sequence wait any longer for the blocks expected for `name`, which stay taken; from any thread."""
+    """Stops sequences from waiting for the blocks expected for `name`, which stay taken; from any thread."""
 
     def give_them_up(engine: Engine) -> Sequence[Event]:
         engine.moving.give_up(name)

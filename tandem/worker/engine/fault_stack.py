@@ -1,4 +1,4 @@
-"""A stack for the fault handler on a thread that is not the first: so it speaks where the thread's own has run out."""
+"""A stack for the fault handler on threads besides the main one, so that it can report a stack overflow there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Stack(ctypes.Structure):
 
 @contextmanager
 def own_fault_stack() -> Iterator[None]:
-    """On the thread that runs it. Linux only; elsewhere nothing changes."""
+    """Gives the calling thread a signal stack of its own inside the block. Linux only; does nothing elsewhere."""
     if sys.platform != "linux":
         yield
         return

@@ -1,7 +1,7 @@
-"""An engine that steps on the event loop: a simulation's, where a step takes simulated time and no thread runs.
+"""An engine that steps on the event loop, for simulations: a step takes simulated time, and no thread runs.
 
-A step is computed at its beginning; its outputs come, and then what was submitted meanwhile runs, when its time is
-over.
+A step is computed at its beginning. When its time is over, its outputs are delivered, and then the functions that were
+submitted meanwhile run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAST_STEP_S = 0.002
 
 
 class InlineEngine(EnginePort):
-    """A null engine's step takes the time it states, every other LEAST_STEP_S, by the loop's clock."""
+    """An engine on the loop's clock: a step takes the time that a null model states, at least LEAST_STEP_S."""
 
     def __init__(self, config: EngineConfig, crash_page: CrashPage | None = None) -> None:
         self._slept_s = 0.0

@@ -1,12 +1,12 @@
-"""The engine as coroutine code knows it: it submits functions, and gets events, each sequence's in order.
+"""The engine's interface for coroutines: they submit functions, and get events, each sequence's in order.
 
 submit(fn) --between two steps--> fn(engine) --> events ─┐
 engine.step() ──────────────────> SequenceOutputs ───────┴──> on_events, on the event loop
           └─> tokens and seconds of the step --> rates
-beside_step(fn) --at once, also while a step computes--> its outcome
-call(fn) --between two steps--> its result, awaited: for what is of no sequence
+beside_step(fn) --immediately, also while a step computes--> its result
+call(fn) --between two steps--> its result, awaited: for functions of no sequence
 
-All that a sequence's owner hears comes by this one queue: no token overtakes the news that its sequence was added.
+All of a sequence's events pass through this one queue, so no token overtakes the event that its sequence was added.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ GRAMMARS_AT_ONCE = 2
 
 
 class EngineDied(RuntimeError):
-    """The engine has ended: no function will run on it any more."""
+    """The engine has ended and runs no more functions."""
 
 
 class EngineStuck(RuntimeError):
-    """The engine does not come to the end of a step."""
+    """The engine does not finish a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A sequence is in the engine. `block_ids` of a reservation: where its prompt is to lie, in order."""
+    """A sequence is in the engine. `block_ids`: of a reservation, the blocks for its prompt, in order."""
 
     request_id: str
     num_cached_tokens: int = 0
@@ -49,13 +49,13 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A sequence was aborted; or what was submitted for it raised `error`, and it is in the engine as it was before."""
+    """A sequence was aborted; or a function submitted for it raised `error` and left the sequence unchanged."""
 
     request_id: str
     error: Exception | None = None
 
 
-# A SequenceOutput that is `finished` is the end of its sequence, too.
+# A `finished` SequenceOutput also ends its sequence.
 Event: TypeAlias = Added | SequenceOutput | Ended
 OnEvents = Callable[[Sequence[Event]], None]
 OnDeath = Callable[[BaseException], None]
@@ -63,14 +63,14 @@ OnDeath = Callable[[BaseException], None]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A function on its way to the engine. One of the two is called, and returns the events that come of it."""
+    """A function on its way to the engine. Either `run` or `refuse` is called, and returns the resulting events."""
 
     run: Callable[[Engine], Sequence[Event]]
     refuse: Callable[[], Sequence[Event]]
 
 
 class EnginePort(ABC):
-    """An engine and what steps it. Only what never changes is read from `engine` directly: its layout, its cache."""
+    """An engine and the code that steps it. Only its constants (layout, cache) may be read from `engine` directly."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -78,52 +78,57 @@ class EnginePort(ABC):
         self.rates = Rates()
         self.steps = StepCounts()
         self._of_this_turn: list[Command] = []
-        self._reading = WorkThreads("adapters", 1)  # they are read one after the other
+        self._reading = WorkThreads("adapters", 1)  # adapters are read one after the other
         self._compiling = WorkThreads("grammars", GRAMMARS_AT_ONCE)
 
     @abstractmethod
     def start(self, on_events: OnEvents, on_death: OnDeath) -> None:
-        """Step from now on. Both are called on the loop that this is called on."""
+        """Starts stepping. `on_events` and `on_death` are called on the caller's event loop."""
 
     @abstractmethod
     def beside_step(self, fn: Callable[[Engine], T]) -> T | None:
-        """Runs `fn` on the caller's thread at once, also while a step computes; None where that is not to
-        be had. `fn` may change nothing that a step uses: of all that changes an engine, only `reserve` without
-        `outranks` is such."""
+        """Runs `fn` on the caller's thread immediately, even while a step computes, and returns its result; None if
+        that is not possible. `fn` must not change anything that a step uses: of all methods that change an engine, only
+        `reserve` without `outranks` is allowed.
+        """
 
     @property
     @abstractmethod
     def busy_s(self) -> float:
-        """How long the step or function that runs now has taken; 0 if none does."""
+        """Seconds that the running step or function has taken so far; 0 if none runs."""
 
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """No more steps will come, closed or not: without memory an engine may end without a word."""
+        """True if no more steps will run. Without memory an engine may end without calling `on_death`."""
 
     @abstractmethod
     def close(self) -> None:
-        """No more steps."""
+        """Ends stepping."""
 
     @abstractmethod
     def _put(self, commands: list[Command]) -> None:
-        """Have them run before the next step, or refused; from any thread."""
+        """Queues commands to run before the next step, or refuses them if the engine has ended; from any thread."""
 
     def submit(self, request_id: str, fn: Callable[[Engine], Sequence[Event]]) -> None:
-        """Have `fn` run before the engine's next step; from any thread. Its events come to `on_events`; or Ended, with
-        what it raised, or EngineDied."""
+        """Queues `fn` to run before the engine's next step; from any thread. `on_events` gets its events, or an Ended
+        event with the error that `fn` raised, or with EngineDied.
+        """
         self._put([_command(request_id, fn)])
 
     def submit_with_turn(self, request_id: str, fn: Callable[[Engine], Sequence[Event]]) -> None:
-        """`submit`, from the event loop: all that one turn of the loop brings runs between the same two steps. Each in
-        a step of its own would make a burst wait for as many steps as it has requests."""
+        """Submits `fn` from the event loop.
+
+        All functions submitted in one loop iteration run between the same two steps: otherwise a burst of requests
+        would wait for one step each.
+        """
         if not self._of_this_turn:
             asyncio.get_running_loop().call_soon(self._put_turn)
         self._of_this_turn.append(_command(request_id, fn))
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
-        """Run `fn` before the engine's next step; returns or raises what it does. Not run if the caller is cancelled
-        before its turn.
+        """Runs `fn` before the engine's next step; returns or raises what `fn` does. `fn` does not run if the caller is
+        cancelled before its turn.
 
         Raises:
             EngineDied
@@ -147,7 +152,7 @@ class EnginePort(ABC):
         return await asyncio.wrap_future(answer)
 
     async def prepare(self, request: Request, timeout_s: float) -> None:
-        """Compile the request's grammar and read its adapter, where they are not known yet, beside the engine's steps.
+        """Compiles the request's grammar and reads its adapter beside the engine's steps, unless they are cached.
 
         Raises:
             SequenceFailed
@@ -173,7 +178,8 @@ class EnginePort(ABC):
             self.engine.grammars.compile(request.sampling.grammar)
 
     async def read_adapter(self, name: str, path: str) -> AdapterRef:
-        """
+        """Reads a LoRA adapter into memory.
+
         Raises:
             SequenceFailed
         """
@@ -203,7 +209,7 @@ class EnginePort(ABC):
         return result
 
     def _measure(self, seconds: float) -> bool:
-        """Note what a step of so many seconds did; False if it brought nothing on."""
+        """Records what a step of so many seconds computed. Returns False if the step changed nothing."""
         before, self.stats = self._measured, self.engine.stats()
         self._measured = self.stats
         prefilled = self.stats.num_prefilled_tokens - before.num_prefilled_tokens

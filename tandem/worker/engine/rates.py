@@ -1,14 +1,14 @@
-"""The speed of this worker's hardware, as seen in its own work: nothing is run only to be measured.
+"""The speed of this worker's hardware, measured in its ordinary work: nothing runs only to be measured.
 
     step of prompt tokens          seconds ──────────────────────────> prefill
     step of decodes                seconds ──────> decode
     step of both                   seconds less a decode step's ─────> prefill
     blocks moved                   seconds in pushes and from the commit to its ack ─────> transfer
 
-Reading and moving cost something each time and something each token, so a line is fitted:
-seconds = each time + tokens * each token. Its slope is the rate: a worker that gets only short prompts is not slower
-for that, and would get ever fewer if it said so. What was seen FORGET_S busy seconds ago counts half; an idle
-worker keeps what it knew.
+Prefilling and moving KV have a cost per operation and a cost per token, so a line is fitted:
+seconds = per operation + tokens * per token. The rate is 1 / slope: otherwise a worker that gets short prompts would
+seem slow, and would get ever fewer. Observations from FORGET_S busy seconds ago count half; an idle worker keeps its
+rates.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from collections.abc import Callable
 from tandem.registry import Distance
 
 FORGET_S = 2.0
-# Fewer prompt tokens than these take about as long as one, and say nothing of a rate. A decode worker that seemed slow
-# for a short prompt, or for the rest of a cached one, would never be given another to correct itself.
+# Fewer prompt tokens than this take about as long as one token, so they are not counted. A decode worker that seemed
+# slow by a short prompt, or by the rest of a cached one, would never get another prompt that corrects the rate.
 LEAST_PREFILLED = 32
-# A step of both says little about its prompt tokens where nearly all of it was the decode step's.
+# A mixed step is not counted as prefill if its prefill part is a smaller share of its time than this.
 LEAST_SHARE = 0.1
-# Of the time that a token took on the whole, at least so much is its own: what keeps a noisy fit within reason.
+# The least slope, as a part of (all seconds / all tokens): bounds a noisy fit.
 LEAST_SLOPE = 0.125
-# Amounts that differ less than this, squared and relative, say nothing about a slope.
+# The least relative variance of amounts at which a slope is fitted.
 LEAST_SPREAD = 0.01
-# A rate of fewer observations is noise: nothing is said of it.
+# A rate needs this many observations; with fewer it counts as not measured.
 LEAST_SEEN = 8
-# Steps that only decode are short and soon many, and one during which the machine paused takes as long as a hundred.
+# The same for decode steps, which are short and many: one during which the machine paused takes as long as a hundred.
 LEAST_STEPS = 32
-# Of how much longer a step was than those before it, so much is believed; of how much shorter, so little.
+# The longest step grows to at most LONGER times its value, and moves by SHORTER of the difference to a shorter step.
 LONGER, SHORTER = 4.0, 1 / 256
 
 
 class Line:
-    """A line through (amount, seconds), by least squares that forget. Any thread may add."""
+    """A line fitted to (amount, seconds) by least squares, in which old observations fade. Thread-safe."""
 
     def __init__(self, forget_s: float = FORGET_S) -> None:
         self._forget_s = forget_s
@@ -62,13 +62,13 @@ class Line:
 
     @property
     def mean_s(self) -> float:
-        """Seconds of one observation; 0 before the first."""
+        """The mean seconds of an observation; 0 before the first."""
         with self._lock:
             return self._seconds / self._count if self._count else 0.0
 
     @property
     def per_second(self) -> float:
-        """Amount per second, what each observation costs by itself left out; 0 before LEAST_SEEN of them."""
+        """The amount per second, without the cost per observation; 0 before LEAST_SEEN observations."""
         with self._lock:
             return 1 / self._slope() if self._seen >= LEAST_SEEN and self._seconds > 0 else 0.0
 
@@ -82,30 +82,30 @@ class Line:
 
 
 class Rates:
-    """A worker's rates; 0 is not measured yet."""
+    """A worker's measured rates; 0: not measured yet."""
 
     def __init__(self) -> None:
         self._prefill, self._decode = Line(), Line()
         self._transfer = {distance: Line() for distance in Distance}
-        self.distance_to: Callable[[str], Distance] = lambda peer: Distance.NEAR  # of workers by id
-        self.longest_step_s = 0.0  # of late, whatever it computed; 0 before the first
+        self.distance_to: Callable[[str], Distance] = lambda peer: Distance.NEAR  # by worker id
+        self.longest_step_s = 0.0  # the longest recent step of any kind; 0 before the first
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens prefilled per second of prefilling."""
+        """The prompt tokens prefilled per second of prefilling."""
         return self._prefill.per_second
 
     def transfer_tokens_per_s(self, distance: Distance) -> float:
-        """Tokens whose KV was moved so far per second that moving it took beside computing it."""
+        """Returns the tokens per second whose KV moves over this distance; 0: not measured yet."""
         return self._transfer[distance].per_second
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step that only decodes, with batches as large as of late."""
+        """The mean seconds of a step that only decodes, at recent batch sizes."""
         return self._decode.mean_s if self._decode.num_seen >= LEAST_STEPS else 0.0
 
     def step(self, num_prefilled: int, num_written: int, seconds: float) -> None:
-        """A step computed so many prompt tokens and decoded so many sequences."""
+        """Records a step that prefilled `num_prefilled` prompt tokens and decoded `num_written` tokens."""
         longest_s = self.longest_step_s
         if seconds < longest_s:
             self.longest_step_s -= SHORTER * (longest_s - seconds)
@@ -119,5 +119,5 @@ class Rates:
             self._prefill.add(num_prefilled, prefilling)
 
     def moved(self, peer: str, num_tokens: int, seconds: float) -> None:
-        """The KV of so many tokens reached this worker."""
+        """Records a transfer of KV between this worker and `peer`."""
         self._transfer[self.distance_to(peer)].add(num_tokens, seconds)

@@ -1,4 +1,4 @@
-"""Histograms of an engine's steps, for Prometheus: tokens and sequences of each."""
+"""Histograms of the tokens and the sequences of an engine's steps, for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.catalogue.tally import BucketCounts
 
 
 class StepCounts:
-    """Counts steps. For the thread that steps."""
+    """Counts steps; to be called by the thread that steps."""
 
     def __init__(self) -> None:
         self._tokens = BucketCounts(WORKER["vllm:iteration_tokens_total"])

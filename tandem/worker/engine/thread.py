@@ -1,7 +1,7 @@
-"""The engine's own thread: nothing else touches the engine, and no gRPC call waits for a forward pass.
+"""The engine's own thread: no other code touches the engine, and no gRPC call waits for a forward pass.
 
-While a step computes, which is nearly all of its time, the thread lets go of the engine: what a step does not use may
-be changed beside it.
+While a step computes, which is most of the time, the thread releases the engine's lock: others may then change what a
+step does not use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 IDLE_WAIT_S = 0.2
 STALLED_WAIT_S = 0.002
 JOIN_S = 5.0
-# The longest that the event loop waits for the engine to compute: to schedule a step takes less.
+# The longest that the event loop waits for the engine's lock, which is held while a step is scheduled: that takes less.
 BESIDE_WAIT_S = 0.002
 
 log = structlog.get_logger(__name__)
@@ -84,7 +84,7 @@ class EngineThread(EnginePort):
                 self._run_steps()
         except BaseException as error:
             closed = self._ended.is_set()
-            self._ended.set()  # before anyone hears of it
+            self._ended.set()  # set before `on_death` is called
             if not closed:
                 self._loop.call_soon_threadsafe(self._on_death, error)
             log.error("engine died", exc_info=error)
@@ -99,7 +99,7 @@ class EngineThread(EnginePort):
             stalled = not self._step()
 
     def _serve_inbox(self, stalled: bool) -> None:
-        """Everything in the inbox; waits for the first where the engine has nothing it could do."""
+        """Runs all commands of the inbox; waits for the first command if the engine cannot do any work."""
         events: list[Event] = []
         with suppress(Empty):
             if not self.engine.has_work():
@@ -119,7 +119,10 @@ class EngineThread(EnginePort):
             yield from events
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        """On the loop. Where memory lacks for that the worker ends, or requests would wait for what was lost."""
+        """Delivers events, on the loop.
+
+        Out of memory it ends the worker, as requests would wait for the lost events.
+        """
         try:
             self._on_events(events)
         except MemoryError as error:
@@ -135,11 +138,11 @@ class EngineThread(EnginePort):
 
     def _tell(self, events: Sequence[Event]) -> None:
         if events:
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            with suppress(RuntimeError):  # the loop is closed: no receiver is left
                 self._loop.call_soon_threadsafe(self._deliver, events)
 
     def _step(self) -> bool:
-        """Computes one step; True if there was anything to do."""
+        """Computes one step. Returns True if there was work."""
         started = self._busy_since = time.monotonic()
         with self._held:
             outputs = self.engine.step(self._released()) if self.engine.has_work() else []

@@ -1,11 +1,11 @@
-"""Cached KV from worker to worker: any fetches from any, by the links and fences of every other transfer.
+"""Fetching of cached KV from any worker to any other, by the same links and fences as other transfers.
 
-    fetcher  room for what its cache lacks of a prompt ── FETCH, by its link to the holder ──> lender
-    lender   holds what it has cached of it while it pushes that, by its own link to the fetcher: BEGIN, FRAMEs, COMMIT
-    fetcher  committed: all of it was verified, and its cache has it ──> else it is fenced, and the blocks are released
+    fetcher  takes blocks for what its cache lacks of a prompt ── FETCH, by its link to the holder ──> lender
+    lender   pins the blocks that it has cached and pushes them, by its own link to the fetcher: BEGIN, FRAMEs, COMMIT
+    fetcher  committed: all blocks are verified, and cached ──> else the transfer is fenced, and the blocks are released
 
-A fetch only ever saves work: whatever goes wrong, the prompt is computed. No block is fetched twice at a time: other
-sequences that need it wait in the engine, no longer than the fetch may take.
+A fetch only saves work: if it fails, the prompt is computed. No block is fetched twice at the same time: other
+sequences that need the block wait in the engine, at most as long as the fetch may take.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tandem.v1 import worker_pb2
 from tandem.worker.engine import EngineDied, EnginePort, at_once, block_chain, give_up, land, release
 from tandem.worker.kv.tiers import KVTiers
 
-# A fetch takes milliseconds: who waits for longer had better compute.
+# The longest wait for a fetch, which takes milliseconds: after this it is better to compute.
 FETCH_S = 1.0
 OPEN_TIMEOUT_S = 1.5
-# A transfer that cannot be fenced keeps its blocks: the worker then ends, and is started again.
+# A transfer that cannot be fenced within this time keeps its blocks: the worker then ends, and is started again.
 FENCE_WAIT_S = 10.0
-# Beyond so many at once the askers compute.
+# The most fetches that a worker serves at a time; further fetchers compute.
 MAX_LENT = 32
 LENDING_THREADS = 2
 
@@ -43,7 +43,7 @@ LinkTo = Callable[[LinkPeer, str], Awaitable[Link]]
 
 
 class KVLandings(Protocol):
-    """The part of a Receiver that fetches use. Callbacks may come on any thread."""
+    """The part of a Receiver that fetches use. Callbacks may run on any thread."""
 
     def expect(
         self, transfer_id: str, *, block_ids: Sequence[int], first_block: int, timeout_s: float,
@@ -56,7 +56,7 @@ class KVLandings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A worker whose cache has more of a prompt."""
+    """A worker whose cache has more of a prompt than this worker's."""
 
     peer: LinkPeer
     address: str
@@ -67,7 +67,10 @@ class Holder:
 
 
 class KVFetcher:
-    """Completes this worker's cache. `address`: where its own receiver is reached. `stuck`: why it cannot go on."""
+    """Fetches what this worker's cache lacks.
+
+    `address`: its receiver's. `stuck`: why the worker cannot go on, or "".
+    """
 
     def __init__(
         self, engine: EnginePort, receiver: KVLandings, link_to: LinkTo, *, address: str, new_id: Callable[[], str],
@@ -82,14 +85,14 @@ class KVFetcher:
         return set(self._under_way)
 
     async def complete(self, request: Request, holder: Holder | None, timeout_s: float) -> int:
-        """Bring what `holder` and the tiers have of the prompt. Returns how many of its tokens the holder sent."""
+        """Caches what `holder` and the tiers have of the prompt. Returns the number of tokens that the holder sent."""
         fetched = await self.fetch(request, holder, timeout_s) if holder else 0
         if self._tiers is not None:
             await self._tiers.restore(request, timeout_s)
         return fetched
 
     async def fetch(self, request: Request, holder: Holder, timeout_s: float) -> int:
-        """How many of the prompt's tokens were fetched; none where that did not come about."""
+        """Fetches the prompt's missing blocks. Returns the number of tokens fetched; 0 if the fetch failed."""
         chain, transfer_id = block_chain(self._engine.engine.layout, request), self._new_id()
         room = await at_once(self._engine, transfer_id, lambda engine: _expect(engine, transfer_id, chain))
         if room is None:
@@ -111,7 +114,7 @@ class KVFetcher:
     async def _landed(
         self, transfer_id: str, chain: Sequence[bytes], room: tuple[int, list[int]], holder: Holder, timeout_s: float
     ) -> int:
-        """So many of the blocks have come, and are in the cache."""
+        """Runs one transfer into `room`. Returns the number of blocks that have arrived and are cached."""
         num_cached, block_ids = room
         num_blocks, why = 0, ""
         loop = asyncio.get_running_loop()
@@ -134,7 +137,8 @@ class KVFetcher:
         except TransferError as error:
             why = str(error)
         finally:
-            if landed.done() and not landed.cancelled():  # nothing is written any more
+            # The transfer has ended: nothing writes to the blocks any more.
+            if landed.done() and not landed.cancelled():
                 self._end(transfer_id, num_cached, num_blocks)
             else:
                 give_up(self._engine, transfer_id)
@@ -146,7 +150,7 @@ class KVFetcher:
         return num_blocks
 
     def _end(self, transfer_id: str, num_cached: int, num_blocks: int) -> None:
-        """Nothing is written to its blocks any more. On any thread."""
+        """Ends a transfer, once nothing writes to its blocks any more. Runs on any thread."""
         self._under_way.discard(transfer_id)
         land(self._engine, transfer_id, num_cached, num_blocks)
 
@@ -161,7 +165,7 @@ class KVFetcher:
 
 
 class KVLender:
-    """Pushes what others ask of this worker's cache. `concurrent`: on threads, for a push may wait for its link."""
+    """Pushes cached blocks to workers that fetch them. `concurrent`: on threads, as a push may wait for its link."""
 
     def __init__(
         self, engine: EnginePort, link_to: LinkTo, *, new_id: Callable[[], str], now: Callable[[], float],
@@ -176,7 +180,7 @@ class KVLender:
             self._threads.start()
 
     def transfer_ids(self) -> set[str]:
-        """Ids of the pushes that are not committed yet."""
+        """Returns the ids of the pushes that are not committed yet."""
         return set(self._pushing)
 
     @property
@@ -184,7 +188,7 @@ class KVLender:
         return len(self._lending)
 
     def asked(self, peer: LinkPeer, fetch: Fetch) -> None:
-        """From any thread."""
+        """Starts to lend the blocks that a peer asks for; from any thread."""
         _soon(self._loop, self._start, peer, fetch)
 
     async def close(self) -> None:
@@ -221,7 +225,10 @@ class KVLender:
             release(self._engine, name)
 
     async def _push(self, link: Link, transfer_id: str, blocks: Sequence[int], timeout_s: float) -> None:
-        """Until they have been verified there. The blocks may be written again as soon as this returns or raises."""
+        """Pushes blocks and waits until the peer has verified them.
+
+        Once this returns or raises, they may be overwritten.
+        """
         layers = self._engine.engine.kv_cache
         push = link.begin(
             transfer_id, first_block=0, num_blocks=len(blocks), num_layers=len(layers), timeout_s=timeout_s,
@@ -244,7 +251,7 @@ class KVLender:
         except BaseException:
             push.abort("the lender gave it up")
             if pushing:
-                await asyncio.wait([pushing])  # the abort ends it
+                await asyncio.wait([pushing])  # the abort ends the thread's push
             raise
         finally:
             self._pushing.discard(transfer_id)

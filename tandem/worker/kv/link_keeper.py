@@ -1,8 +1,8 @@
-"""Links to every worker of the other role, kept by one task.
+"""The task that keeps links to every worker of the other role.
 
     a worker appears in the view          --> open (handshake, warm, probe) --> its incarnation is published as linked
     the link dies, or it started again    --> close, unpublish
-    its lease is gone and the link works  --> keep for `grace_s`: it beat late, or Redis has lost its memory
+    its lease is gone and the link works  --> keep for `grace_s`: a late heartbeat, or Redis has lost its data
 
 A push that finds no link opens it itself, so a worker restarted a moment ago serves its first request.
 """
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """A worker of the other role, the healthy link to it, and why there is none."""
+    """A worker of the other role, and the healthy link to it; or None and why there is no link."""
 
     peer: WorkerInfo
     link: Link | None
@@ -35,13 +35,14 @@ class LinkState:
 
 
 def fell_back(link: Link) -> bool:
-    """True where a transport that was named before the link's own did not come about, or NCCL has no fast path. That
-    `shm` reaches no other machine is no fault."""
+    """True if a preferred transport failed, or NCCL has no fast path. A refused `shm` is no failure: it does not reach
+    other machines.
+    """
     return bool(link.refused.keys() - {"shm"}) or "NET/Socket" in link.carrier
 
 
 class LinkKeeper:
-    """`others`: the role of the workers that are linked to."""
+    """Keeps links to all workers of the role `others`. `changed` is called when the set of healthy links changes."""
 
     def __init__(
         self, sender: Sender, view: ClusterView, location: Location, layout_hash: str, others: Role,
@@ -57,15 +58,15 @@ class LinkKeeper:
         self._opening: dict[str, asyncio.Task[Link]] = {}
         self._refused: dict[str, str] = {}
         self._published: tuple[str, ...] = ()
-        # Whether there is no other worker of this role, or of the other one, to pair with: nobody could take over.
+        # True if this worker, or a peer, is the only one of its role with this KV layout: no other could take over.
         self.is_sole = self.has_sole_peer = False
 
     def linked(self) -> tuple[str, ...]:
-        """Incarnations of those with a healthy link."""
+        """Returns the incarnations of the peers with a healthy link."""
         return self._published
 
     def report(self) -> list[LinkState]:
-        """Those that are known, by name; not those whose KV is another's, as another model's is. From any thread."""
+        """Returns the known peers of the same KV layout, by name. From any thread."""
         known = sorted((name, info) for name, info in self._peers.items() if info.layout_hash == self._layout_hash)
         return [
             LinkState(info, self._sender.link(name, info.incarnation), self._refused.get(info.incarnation, ""))
@@ -73,7 +74,7 @@ class LinkKeeper:
         ]
 
     def distance_to(self, worker_id: str) -> Distance:
-        """Far, where it is not known."""
+        """Returns the distance to a worker; FAR if its location is unknown."""
         peer = self._peers.get(worker_id)
         return self._location.distance_to(peer.location) if peer else Distance.FAR
 
@@ -81,18 +82,19 @@ class LinkKeeper:
         return self._peers.get(worker_id)
 
     async def keep(self, every_s: float = 0.25, grace_s: float = 3.0) -> None:
-        """Follow the view until cancelled. Who is absent from it for `grace_s` is unlinked even if it answers; for
-        MOST_S where all are absent."""
+        """Follows the view until cancelled. A worker that is absent from the view for `grace_s` is unlinked even if it
+        answers; if all are absent, after MOST_S.
+        """
         while True:
             self._follow(self._view.workers, grace_s)
             self._publish()
             await self._view.wait_changed(every_s)
 
     async def link_to(self, remote: LinkPeer, address: str) -> Link:
-        """The link to this incarnation, opened now if need be.
+        """Returns the link to this incarnation, and opens it if necessary.
 
         Raises:
-            TransferError: it cannot be opened, with the reason.
+            TransferError: the link cannot be opened; the error has the reason.
         """
         link = self._sender.link(remote.worker_id, remote.incarnation)
         if link is not None:
@@ -100,7 +102,7 @@ class LinkKeeper:
         return await asyncio.shield(self._open(remote, address))
 
     def _open(self, remote: LinkPeer, address: str) -> asyncio.Task[Link]:
-        """Bounded by OPEN_TIMEOUT_S; one at a time to each incarnation."""
+        """Returns the task that opens a link within OPEN_TIMEOUT_S. There is at most one task per incarnation."""
         task = self._opening.get(remote.incarnation)
         if task is None:
             task = asyncio.create_task(self._opening_link(remote, address))
@@ -147,11 +149,11 @@ class LinkKeeper:
             if info.layout_hash != self._layout_hash:
                 self._refuse(info)
             elif not self._sender.link(info.worker_id, info.incarnation):
-                # Not awaited: a worker that does not answer holds up no other.
+                # The task is not awaited, so that a worker that does not answer does not delay other links.
                 self._open(LinkPeer(info.worker_id, info.incarnation, info.layout_hash), info.transfer_address)
 
     def _is_spared(self, info: WorkerInfo, grace_s: float) -> bool:
-        """True while this absent worker still answers, and has not been absent for too long."""
+        """True while this absent worker's link still works, and it has been absent for less than `grace_s`."""
         now = asyncio.get_running_loop().time()
         since = self._absent_since.setdefault(info.worker_id, now)
         return now - since < grace_s and self._sender.link(info.worker_id, info.incarnation) is not None

@@ -1,4 +1,4 @@
-"""A worker's KV links, both ways, and what goes over them from cache to cache."""
+"""A worker's KV links, both ways, and the fetches between caches that use them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ MIN_ARENA_BYTES, MAX_ARENA_BYTES = 1 << 20, 8 << 20
 
 
 class KVLinks:
-    """Links to every worker of the other role are kept, and theirs are taken. `changed`: others are linked to now."""
+    """Keeps links to every worker of the other role, and accepts theirs.
+
+    `changed`: called when the linked peers change.
+    """
 
     def __init__(self, context: WorkerContext, role: Role, changed: Callable[[], None]) -> None:
         settings, ports, engine = context.settings, context.ports, context.engine
@@ -58,7 +61,7 @@ class KVLinks:
         return [self._view.run(), self.keeper.keep(), self._watch(), *disk]
 
     def check_integrity(self, pushed: set[str], expected: set[str]) -> IntegrityReport:
-        """`pushed` and `expected`: transfers of sequences."""
+        """Checks the links. `pushed` and `expected`: ids of the sequences' transfers."""
         lent, fetched = self.lender.transfer_ids(), self.fetcher.transfer_ids()
         sent = self.sender.check_integrity(pushed | lent)
         received = self.receiver.check_integrity(expected | fetched)
@@ -74,14 +77,13 @@ class KVLinks:
         self.receiver.close()
 
     async def _watch(self) -> None:
-        """A worker that KV can no longer reach, or whose blocks stay taken, is of no use: it ends, and is started
-        again."""
+        """Ends the worker, which is then started again, when KV can no longer reach it, or its blocks stay taken."""
         while self.receiver.healthy and not self.fetcher.stuck:
             await asyncio.sleep(RECEIVER_CHECK_S)
         raise RuntimeError(self.fetcher.stuck or "the KV receiver ended")
 
 
 def _arena_bytes(engine: Engine) -> int:
-    """Bytes of KV that a link may have under way: never more than the cache that it comes from."""
+    """Returns the most bytes of KV that a link may have in flight: at most the size of the cache."""
     cache = sum(layer.nbytes for layer in engine.kv_cache)
     return min(max(cache, MIN_ARENA_BYTES), MAX_ARENA_BYTES)

@@ -1,9 +1,9 @@
 """Publishes the content of this worker's prefix cache to the registry, in batches.
 
-    engine's block events --> held (a set) --> stored / removed since the last time --> registry, in numbered batches
+    engine's block events --> held (a set) --> stored / removed since the last batch --> registry, in numbered batches
 
-What could not be published is published the next time. Whatever the registry lost (it restarted, or was gone for longer
-than the lease) is published again, whole.
+Changes that could not be published are published the next time. After the registry has lost its data (it restarted, or
+was gone for longer than the lease), all blocks are published again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tandem.worker.engine import EnginePort
 from tandem.worker.kv.tiers import KVTiers
 
 EVERY_S = 0.25
-# Sooner where an answer has ended, for the next turn of its conversation may come at once; but not more often.
+# The interval after an answer has ended: shorter, as the next turn of its conversation may come immediately.
 SOON_S = 0.02
-# Blocks in one call: neither Redis nor a gateway that follows should be kept long by one.
+# The most blocks in one call: a call should not block Redis, or the gateways that read the feed, for long.
 BATCH = 1024
 log = structlog.get_logger(__name__)
 
@@ -40,11 +40,11 @@ class BlockPublisher:
         self._removed: set[bytes] = set()
 
     def publish_all_again(self) -> None:
-        """The registry knows nothing of this worker's blocks any more."""
+        """Publishes all blocks again, as the registry has lost this worker's."""
         self._stored, self._removed = set(self._held), set()
 
     async def run(self) -> None:
-        """Follow the engine's cache until cancelled."""
+        """Follows the engine's cache until cancelled."""
         while True:
             self.note(await self._engine.call(lambda engine: engine.take_block_events()))
             await self.publish()
@@ -55,7 +55,7 @@ class BlockPublisher:
             self._ended.clear()
 
     def sequences_ended(self) -> None:
-        """Publish soon: what they leave in the cache may be asked for."""
+        """Publishes soon, as the next request may need the blocks that ended sequences leave in the cache."""
         self._ended.set()
 
     def note(self, events: Iterable[BlockStored | BlockRemoved]) -> None:
@@ -80,7 +80,7 @@ class BlockPublisher:
             log.warning("block events dropped: all blocks are published when the lease is back", error=str(error))
 
     async def _publish_batch(self) -> None:
-        """One batch. Only what the registry took is done with."""
+        """Publishes one batch. Its changes count as published only once the registry has taken them."""
         stored, removed = set(islice(self._stored, BATCH)), set(islice(self._removed, BATCH))
         self._stored -= stored
         self._removed -= removed

@@ -1,10 +1,10 @@
-"""Tiers below a worker's prefix cache: what is cached is written to each, and restored for prompts that lack it.
+"""Tiers below a worker's prefix cache: cached blocks are written to each tier, and restored for prompts that need them.
 
-    cached ──> queue ──> lent for a copy in memory ──> each tier that lacks it        (run)
-    a tier ──> a copy in memory ──> into blocks of their own ──> cached               (restore)
+    cached ──> queue ──> pinned, copied to memory ──> each tier that lacks it         (run)
+    a tier ──> copy in memory ──> copied into new blocks ──> cached                   (restore)
 
-The engine takes no part: blocks are held for copies in memory alone, never while a tier is waited for. A block comes
-from the first tier that has it, and only where that is as quick as computing it, by what both took of late.
+The engine takes no part: blocks are pinned only for copies in memory, never while a tier reads or writes. A block comes
+from the first tier that has it, and only if that is at least as fast as computing it, by recently measured rates.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tandem.process import WorkThreads
 from tandem.tiers import KVTier, TierStats
 from tandem.worker.engine import EnginePort, Line, at_once, block_chain, land, release
 
-# Bytes that are read, or copied to be written, at once.
+# The bytes that are read, or copied to be written, at a time.
 CHUNK_BYTES = 8 << 20
-# Blocks that wait to be written; beyond that the oldest are not.
+# The most blocks that wait to be written; beyond that the oldest are dropped.
 MAX_PENDING = 4096
-# Prompts whose blocks were used and whose tiers have not heard of it; beyond that the oldest are forgotten.
+# The most used prompts that wait to be reported to the tiers; beyond that the oldest are dropped.
 MAX_USED = 256
-# Of restores that seemed slower than computing, one of so many is tried: what was slow once may not be now.
+# One in so many restores that seem slower than computing is made all the same, as the tier may be faster by now.
 TRY_EVERY = 16
 tracer = trace.get_tracer("tandem.worker")
 
 
 @dataclass(slots=True)
 class Stretch:
-    """Blocks `first` to `end` of a prompt, which one tier has: no more than are restored at once."""
+    """Blocks `first` to `end` of a prompt, all from one tier, at most CHUNK_BYTES: they are restored together."""
 
     tier: KVTier
     first: int
@@ -49,17 +49,18 @@ class Stretch:
 
 
 class KVTiers:
-    """Those of one worker, the quickest first. `run` writes; `restore` reads. `close` it."""
+    """The tiers of one worker, fastest first. `run` writes to them, `restore` reads, `close` ends them."""
 
     def __init__(self, engine: EnginePort, tiers: Sequence[KVTier], new_id: Callable[[], str]) -> None:
         self._engine, self._tiers, self._new_id = engine, tiers, new_id
         self._layout = layout = engine.engine.layout
         self._chunk = max(1, CHUNK_BYTES // (layout.block_bytes * layout.num_layers))
-        self._copies = WorkThreads("kv-copy", 1)  # they do not wait behind a tier: blocks are held for them
+        # An own thread, so that copies, which pin blocks, never wait for a tier.
+        self._copies = WorkThreads("kv-copy", 1)
         self._pending: dict[bytes, None] = {}
         self._used: deque[Sequence[bytes]] = deque(maxlen=MAX_USED)
         self._woken = asyncio.Event()
-        self._speeds = {tier.name: Line() for tier in tiers}  # of restoring, in tokens
+        self._speeds = {tier.name: Line() for tier in tiers}  # restored tokens per second
         self._skipped = 0
 
     @property
@@ -67,14 +68,14 @@ class KVTiers:
         return {tier.name: tier.stats for tier in self._tiers}
 
     def stored(self, names: Iterable[bytes]) -> None:
-        """These blocks are cached now."""
+        """Queues newly cached blocks, by name, to be written."""
         self._pending.update((name, None) for name in names if self._lacked(name))
         while len(self._pending) > MAX_PENDING:
             del self._pending[next(iter(self._pending))]
         self._woken.set()
 
     async def run(self) -> None:
-        """Write what waits, and tell the tiers what was used, until cancelled."""
+        """Writes the queued blocks, and reports used blocks to the tiers, until cancelled."""
         while True:
             await self._woken.wait()
             self._woken.clear()
@@ -89,7 +90,7 @@ class KVTiers:
                 await self._write([name for name in names if self._lacked(name)])
 
     async def restore(self, request: Request, timeout_s: float) -> int:
-        """How many of the prompt's tokens are cached now that were not."""
+        """Restores a prompt's missing blocks from the tiers. Returns the number of tokens newly cached."""
         now = asyncio.get_running_loop().time
         chain, until = block_chain(self._layout, request), now() + timeout_s
         if all(self._holder(name) is None for name in chain[1:]):
@@ -122,7 +123,7 @@ class KVTiers:
     # --- into the cache ---
 
     def _stretches(self, chain: Sequence[bytes], first: int) -> Iterator[Stretch]:
-        """From the prompt's block `first` on, up to one that no tier has."""
+        """Yields the stretches from the prompt's block `first` on, up to the first block that no tier has."""
         stretch: Stretch | None = None
         for place, name in enumerate(chain[1 + first :], first):
             tier = self._holder(name)
@@ -137,7 +138,7 @@ class KVTiers:
             yield stretch
 
     async def _restore(self, chain: Sequence[bytes], stretch: Stretch) -> int:
-        """How many of its blocks are cached now."""
+        """Restores a stretch. Returns the number of its blocks that are cached now."""
         names, name = chain[1 + stretch.first : 1 + stretch.end], self._new_id()
         staged = self._staging(len(names))
         staged = staged[: await stretch.tier.read(list(zip(names, _rows(staged), strict=True)))]
@@ -148,7 +149,7 @@ class KVTiers:
         if room is None:
             return 0
         num_cached, blocks = room
-        if num_cached < stretch.first:  # what it follows has been evicted meanwhile
+        if num_cached < stretch.first:  # the block before the stretch has been evicted meanwhile
             land(self._engine, name, num_cached, 0)
             return 0
         copied = self._copies.run(_copy_in, self._engine.engine.kv_cache, staged[num_cached - stretch.first :], blocks)
@@ -175,7 +176,7 @@ class KVTiers:
             await tier.write([(block, row) for block, row in blocks if tier.lacks(block)])
 
     def _staging(self, num_blocks: int) -> Tensor:
-        """Pinned where there is a device, which copies from and to such memory several times as fast."""
+        """Returns host memory for blocks; pinned if there is a GPU, which copies it several times as fast."""
         of_layer = self._layout.block_shape(num_blocks)[1:]
         shape, on_device = (num_blocks, self._layout.num_layers, *of_layer), self._engine.engine.kv_cache[0].is_cuda
         return torch.empty(shape, dtype=self._layout.kv_dtype, pin_memory=on_device)
@@ -215,6 +216,6 @@ def _copy_out(kv_cache: Sequence[Tensor], blocks: Sequence[int], staged: Tensor)
 
 
 def _rows(staged: Tensor) -> Iterator[memoryview]:
-    """Each block's bytes."""
+    """Yields each block's bytes."""
     for block in staged:
         yield memoryview(block.view(torch.uint8).numpy().reshape(-1))

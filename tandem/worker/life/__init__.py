@@ -1,1 +1,1 @@
-"""A worker's life: built, registered, watched, drained, replaced; its process and its crashes. Workers may enter."""
+"""A worker's life: build, registration, watchdogs, drain, succession; its process and crashes. Workers may enter."""

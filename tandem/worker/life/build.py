@@ -1,10 +1,10 @@
-"""One worker, inside any process: no signals, no main thread, nothing that a simulation could not replace.
+"""A worker, in any process: it uses no signals and no main thread, and a simulation can replace all its ports.
 
-1 build      the role's service around an engine that stands ready
+1 build      the role's service around an engine that is loaded
 2 serve      its gRPC service; not healthy yet
 3 register   a lease in the registry, renewed by a task; healthy from the first renewal on, or from the first link on
-4 drain      `stay`, then nothing new; until no request runs and no gateway holds a reservation, or `drain_s` is over
-5 end        after `stop` and the drain, or when the engine or any task has ended or a step does not: release the
+4 drain      `stay`, then take nothing new until no request runs and no gateway holds a reservation, or `drain_s` is
+over 5 end        after `stop` and the drain, or when the engine or any task has ended, or a step is stuck: release the
              lease, hand over what still runs, close everything
 """
 
@@ -40,13 +40,13 @@ STOP_GRACE_S = 2.0
 DRAIN_CHECK_S = 0.05
 LINK_CHECK_S = 0.25
 ENGINE_CHECK_S = 0.25
-# Others are chosen while a step takes so many times as long as any of late; on a busy machine, longer.
+# A worker is reported as stuck while a step takes this many times as long as recent ones; more on a busy machine.
 STUCK_TIMES, STUCK_S = 4, 1.0
-MAX_REPORTED_ADAPTERS = 256  # in a heartbeat, the latest used
+MAX_REPORTED_ADAPTERS = 256  # most adapters in a heartbeat: the last used
 
 
 class Worker:
-    """Made inside a running event loop; `run` once."""
+    """A worker, made inside a running event loop. `run` it once."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Worker:
         ports: WorkerPorts,
     ) -> None:
         self.ready = asyncio.Event()  # registered and healthy
-        self.address = ""  # of its gRPC service, as peers reach it
-        self.metrics_port = 0  # where its process shows its metrics, if it does
+        self.address = ""  # where peers reach its gRPC service
+        self.metrics_port = 0  # the port of its process's metrics; 0: none
         self._starvation = Starvation(ports.pressure)
         self.context = WorkerContext(
             settings, worker_id, ports.new_id(), ports, lambda: self._lease.renew_now(), self._starvation.now
@@ -83,11 +83,11 @@ class Worker:
         )  # fmt: skip
 
     async def run(self) -> None:
-        """Serve until `stop` or a failure, then drain and close.
+        """Serves until `stop` or a failure, then drains and closes.
 
         Raises:
             OSError: the address cannot be bound.
-            Exception: whatever the engine or a task ended with.
+            Exception: the error that ended the engine or a task.
         """
         context, ports, service = self.context, self._ports, self._service
         tasks: list[asyncio.Task[Any]] = []
@@ -122,7 +122,7 @@ class Worker:
         return await check_worker(self._ports.engine, self._service)
 
     def _servicers(self) -> list[rpc.Servicer]:
-        """The role's, and those of any worker."""
+        """Returns the gRPC services of the role, and those that every worker has."""
         return [
             *self._service.servicers,
             IntegrityService(self.check_integrity).servicer,
@@ -134,14 +134,14 @@ class Worker:
         ]
 
     def stop(self) -> None:
-        """Take nothing new, let running requests end, then end."""
+        """Makes the worker refuse new requests, finish its running ones, and end."""
         if not self._ended.done():
             self._ended.set_result(None)
 
     async def drain(self) -> bool:
-        """Take nothing new, and wait until nothing is left to do; False if `drain_s` was over first.
+        """Refuses new requests, and waits until none is left. Returns False if `drain_s` was over first.
 
-        Once begun it goes on, whether or not anyone waits for it.
+        Once begun, the drain continues even if the caller is cancelled.
         """
         if self._draining is None:
             self._draining = asyncio.create_task(self._drain())
@@ -174,7 +174,9 @@ class Worker:
             publisher.sequences_ended()
 
     async def _announce(self, server: RunningServer) -> None:
-        """Healthy once registered, or linked, and gateways of another release are gone; not while draining."""
+        """Reports the worker healthy: once registered (or linked) and other releases' gateways are gone, until it
+        drains.
+        """
         await self._lease.held.wait()
         self._held_at = asyncio.get_running_loop().time()
         while self.context.settings.ready_when == "linked" and not await self._any_of(self._is_linked):
@@ -187,7 +189,7 @@ class Worker:
         await asyncio.Event().wait()
 
     def _is_linked(self, worker: LiveWorker) -> bool:
-        """True for a link of ours: we have moved a block to someone, or someone to us."""
+        """True if `worker` is this worker and has moved a block to a peer, or has moved a block to this worker."""
         return self.context.incarnation in worker.load.linked or bool(self._is_us(worker) and worker.load.linked)
 
     def _is_us(self, worker: LiveWorker) -> bool:
@@ -205,10 +207,11 @@ class Worker:
         await publisher.run()
 
     async def _watch_engine(self) -> None:
-        """
+        """Watches the engine until cancelled.
+
         Raises:
-            EngineStuck: a step takes longer than `max_step_s`; on a busy machine, so many times as long.
-            EngineDied: there will be no other.
+            EngineStuck: a step takes longer than `max_step_s` (times 1 + starvation on a busy machine).
+            EngineDied: the engine has ended.
         """
         engine, longest = self._ports.engine, self.context.settings.max_step_s
         while engine.busy_s <= longest * (1 + self._starvation.now()):
@@ -240,14 +243,14 @@ class Worker:
         return True
 
     async def _report_death(self) -> None:
-        """Report who was in the step that raised: gateways ask for it once their streams have ended."""
+        """Reports the sequences of the step that raised; gateways ask for them once their streams have ended."""
         death = death_of(self._ports.engine.engine.crash_page.read(), RAISED)
         if death is not None:
-            with suppress(RegistryUnavailable):  # then those who were here are suspects for longer
+            with suppress(RegistryUnavailable):  # without a report, all sequences that were here stay suspects
                 await self._ports.registry.report_death(death)
 
     def _is_reserved(self, worker: LiveWorker) -> bool:
-        """True for reservations on us: a gateway is about to send work, or has yet to release it."""
+        """True if `worker` is this worker and has reservations: a gateway will send work, or has yet to release it."""
         return self._is_us(worker) and bool(worker.reserved_tokens or worker.reserved_blocks)
 
     def _load(self) -> WorkerLoad:

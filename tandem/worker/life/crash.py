@@ -1,8 +1,8 @@
-"""A worker's crash page from start to start: what the last one has left is told, then a new one begins.
+"""A worker's crash page at its start: the page that the last process left is reported, then a new one begins.
 
-Where a launcher has seen the last one end, it has told already. Elsewhere, as in a pod, the signal is known from what
-the interpreter's fault handler has written beside the page. A process that was killed has written nothing: if the
-kernel has killed one for want of memory since it last looked, it was this one; else nobody is named.
+A launcher that saw the last process end has already reported its page. Elsewhere, as in a pod, the fault handler's text
+beside the page names the signal. A killed process left no text: if the kernel's count of OOM kills has risen since the
+process last looked, it was OOM-killed; else no suspect is named.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAST_CHARACTERS = 4000
 
 
 def open_crash_page(settings: WorkerSettings, worker_id: str) -> CrashPage:
-    """At the start of a process, before anything else may take long; tells of the last one's death."""
+    """Opens the crash page of a starting process, and reports the last process's death. To be called first of all."""
     path = page_path(settings.crash_dir, settings.namespace, worker_id)
     faults = path.with_suffix(".fault")
     said = faults.read_text(errors="replace", encoding="utf-8") if faults.exists() else ""
@@ -45,7 +45,7 @@ def _killed_for_memory(path: Path) -> str:
 
 
 def cause_in(said: str) -> str:
-    """The signal that a fault handler's text is about; empty where there is none."""
+    """Returns the signal that a fault handler's text names; empty if it names none."""
     found = re.findall(r"Fatal Python error: (.*)", said)
     return CAUSES.get(found[-1].strip(), "") if found else ""
 

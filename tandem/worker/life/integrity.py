@@ -1,4 +1,4 @@
-"""Does a worker hold exactly what its requests need? Its engine's blocks and sequences, its side of KV transfer."""
+"""A check that a worker holds exactly what its requests need: blocks, sequences, and its side of KV transfers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SequenceHolder(Protocol):
 
 
 async def check_worker(engine: EnginePort, service: SequenceHolder) -> IntegrityReport:
-    """A sequence in the engine belongs to a request, which may be just being released."""
+    """Checks the engine and that each of its sequences belongs to a request, perhaps one that is being released."""
     ids = set(await engine.call(lambda engine: engine.request_ids()))
     leaked = ids - set(service.request_ids())
     stats = await engine.call(lambda engine: engine.stats())

@@ -1,8 +1,8 @@
 """A worker's lease in the registry: registered, renewed four times per TTL, released. A starved worker's lasts longer.
 
-Redis going away never ends a worker: it serves on and registers again when Redis is back. Being replaced by a newer
-incarnation does. So does another worker of the same id that lives. The lease of one that has died is waited for,
-where this host's kernel does not know better.
+A worker outlives the loss of Redis: it serves on and registers again when Redis is back. A worker ends when a newer
+incarnation has replaced it, or another live worker has its id. It waits for the end of a dead worker's lease, or ends
+the lease if this host's kernel knows that the process is gone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ log = structlog.get_logger(__name__)
 
 
 class Lease:
-    """Keeps `info` registered with the latest `load()`. Run `hold` as a task; its end is the worker's end.
+    """Keeps `info` registered with the latest `load()`. Run `hold` as a task; when it ends, the worker ends.
 
-    `on_forgotten` is called when the registry had lost the lease, and with it all that it knew of this worker.
+    `on_forgotten` is called when the registry had lost the lease, and with it all data of this worker.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Lease:
         starvation: Callable[[], float] = lambda: 0.0,
         is_gone: Callable[[str], bool] = lambda process: False,
     ) -> None:
-        """`is_gone`: whether a process of this host, as it is registered, has ended."""
+        """`is_gone(process)`: True if a process of this host, by its registered name, has ended."""
         self._registry = registry
         self._info = info
         self._load = load
@@ -48,12 +48,12 @@ class Lease:
         self.held = asyncio.Event()
 
     async def hold(self) -> None:
-        """Register and renew until cancelled.
+        """Registers the worker and renews its lease until cancelled.
 
         Raises:
-            StaleIncarnation: another start of this worker took its place.
+            StaleIncarnation: a newer incarnation has replaced this one.
             WorkerIdTaken: another worker of this id renews its lease.
-            IncompatibleLayout: refused at its registration.
+            IncompatibleLayout: no worker of the other role has its KV layout.
         """
         while True:
             try:
@@ -66,7 +66,10 @@ class Lease:
             await self._wait()
 
     async def _register(self) -> None:
-        """A lease of another start, somewhere else, is not renewed for long if that one has died."""
+        """Registers the worker.
+
+        Waits for the lease of an earlier start elsewhere, which expires soon if it has died.
+        """
         now = asyncio.get_running_loop().time
         try:
             await self._registry.leases.register(self._info, self._load(), self._lasts_s)
@@ -84,11 +87,11 @@ class Lease:
 
     @property
     def _lasts_s(self) -> float:
-        """The beats of a starved worker come late."""
+        """Seconds that the lease lasts: longer for a starved worker, whose heartbeats come late."""
         return stretched(self._ttl, self._starvation())
 
     def renew_now(self) -> None:
-        """The load has changed in a way that others wait for: renew without waiting for the next beat."""
+        """Renews the lease immediately, as the load has changed in a way that others wait for."""
         self._changed.set()
 
     async def release(self) -> None:

@@ -1,6 +1,6 @@
-"""A worker's load, for Prometheus and so for autoscalers: prefill of prompts that wait, decode of blocks.
+"""A worker's load for Prometheus, and so for autoscalers: waiting prompts for prefill, blocks for decode.
 
-Read from the engine's last statistics when Prometheus asks.
+The values are read from the engine's last statistics when Prometheus scrapes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WorkerCollector(Collector):
         tiers: Callable[[], Mapping[str, TierStats]],
         cold_start: Callable[[], Mapping[str, float]],
     ) -> None:
-        """`labels`: values of WORKER_LABELS; `cold_start`: seconds of its parts."""
+        """`labels`: the values of WORKER_LABELS; `cold_start`: seconds of each phase."""
         self._stats, self._steps, self._num_adapters, self._labels = stats, steps, num_adapters, labels
         self._tiers, self._cold_start = tiers, cold_start
 

@@ -1,4 +1,4 @@
-"""A worker as a process of its own: its engine is loaded, its threads and sockets are real, signals stop it."""
+"""A worker in a process of its own: it loads an engine, uses real threads and sockets, and stops at a signal."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ INTEGRITY_WAIT_S = 10.0
 
 
 def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerContext], WorkerService]) -> None:
-    """Run a worker process until a signal stops it. Exits with status 1 and the reason when it fails."""
+    """Runs a worker process until a signal stops it. Exits with status 1 and the reason if the worker fails."""
     worker_id = settings.worker_id or f"{role}-{socket.gethostname()}-{settings.grpc_port or uuid4().hex[:6]}"
     traces = telemetry.set_up(f"tandem-{role}", worker_id, settings.log_level, telemetry.Traces.FOLLOWED)
     try:
@@ -64,7 +64,7 @@ def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerCont
 
 
 def process_age_s() -> float:
-    """Seconds that this process has lived; 0 where the kernel does not say."""
+    """Returns the seconds since this process started; 0 if the kernel does not report it."""
     try:
         began = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began / os.sysconf("SC_CLK_TCK"))
@@ -75,7 +75,7 @@ def process_age_s() -> float:
 def loaded_engine(
     settings: WorkerSettings, worker_id: str, on_progress: Callable[[str, int, int], None] | None = None
 ) -> tuple[Engine, dict[str, float]]:
-    """The worker's engine, and how many seconds its weights and what follows them, kernels and KV, have taken."""
+    """Loads the engine. Returns it and the seconds that its weights, and then kernels and KV, have taken."""
     began = weights_at = time.monotonic()
 
     def progress(what: str, done: int, total: int) -> None:
@@ -90,14 +90,14 @@ def loaded_engine(
 
 
 def tuned_by(own: telemetry.Telemetry) -> Callable[[str], None]:
-    """Sets the log level. Its gateway decides which traces a worker records."""
+    """Returns a function that sets the log level. Which traces a worker records is its gateways' decision."""
     return partial(own.tune, trace_sampling=1.0)
 
 
 def process_ports(
     settings: WorkerSettings, engine: Engine, recent: telemetry.RecentSpans, set_log_level: Callable[[str], None]
 ) -> WorkerPorts:
-    """A thread for the engine, sockets for everything else. For any process, an actor's too."""
+    """Returns real ports: a thread for the engine, sockets for the rest. For any process, also an actor's."""
     registry = Registry.connect(settings.redis_url, namespace=settings.namespace, timeout=settings.registry_wait_s)
     port = EngineThread(engine)
     return WorkerPorts(
@@ -119,7 +119,7 @@ def process_ports(
 
 
 def _tiers(settings: WorkerSettings, layout: KVLayout) -> list[KVTier]:
-    """Those that are set, the quickest first."""
+    """Returns the tiers that the settings ask for, fastest first."""
     block_bytes, tiers = layout.block_bytes * layout.num_layers, []
     try:
         if settings.kv_host:
@@ -130,7 +130,7 @@ def _tiers(settings: WorkerSettings, layout: KVLayout) -> list[KVTier]:
             tiers.append(KVTier("disk", files))
     except MemoryError as error:
         raise ValueError(f"kv_host: {error}") from None
-    except (OSError, RuntimeError) as error:  # the latter of the home of an unknown user
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
         raise ValueError(f"kv_disk_folder: {error}") from None
     return tiers
 
@@ -138,7 +138,7 @@ def _tiers(settings: WorkerSettings, layout: KVLayout) -> list[KVTier]:
 def probed_worker(
     settings: WorkerSettings, worker_id: str, ports: WorkerPorts, build: Callable[[WorkerContext], WorkerService]
 ) -> Worker:
-    """One whose server answers probes, too, where settings name a port for them."""
+    """Returns a worker that also answers probes over HTTP, if the settings name a port for them."""
 
     async def serve(servicers: Sequence[rpc.Servicer], host: str, port: int) -> rpc.Server:
         server = await rpc.serve(
@@ -162,7 +162,7 @@ async def _run(
 
 
 async def run_measured(worker: Worker) -> None:
-    """`run_to_its_end`, its metrics served."""
+    """Runs a worker to its end and serves its metrics."""
     settings = worker.context.settings
     integrity = partial(_from_a_thread, asyncio.get_running_loop(), worker)
     certificate.watch(worker.context.metrics, settings.security.tls)
@@ -172,7 +172,7 @@ async def run_measured(worker: Worker) -> None:
 
 
 async def run_to_its_end(worker: Worker) -> None:
-    """In a process that is this worker's alone, an actor's too: it ends with status 1 where the loop stands still."""
+    """Runs a worker in a process of its own, or an actor's. The process exits with status 1 if the loop is blocked."""
     settled()
     async with ends_where_it_stands_still():
         await worker.run()
@@ -183,7 +183,7 @@ def _from_a_thread(loop: asyncio.AbstractEventLoop, worker: Worker) -> Integrity
 
 
 class _Progress:
-    """Weight loading as a bar on a terminal, or as log events elsewhere."""
+    """Progress of weight loading: a bar on a terminal, log events elsewhere."""
 
     def __init__(self, worker_id: str) -> None:
         self._worker_id = worker_id

@@ -1,12 +1,12 @@
-"""A worker that replaces one of another release, or is replaced by one: no gateway is left without workers.
+"""Rollouts: a worker replaces a worker of another release such that no gateway is left without workers.
 
-    gateways are replaced first, for their probes ask for nothing but workers of their own release
-    ──> the last one of the other release has gone ──> workers turn ready ──> those that they replace may go
+    gateways are replaced first: to be ready they need registered workers of their own release, even unready ones
+    ──> the other release's last gateway has gone ──> new workers turn ready ──> the old workers may go
 
-So replacing processes one by one, as Kubernetes does, leaves no gateway without workers. A rollout that stands
-still holds nobody up for ever: after WAIT_S the worker turns ready all the same, and says what that means.
-Workers of 0.1.0 wait for nobody. So one that is told to go while they come, by a rollback, goes on for a while as long
-as gateways of its own release do.
+So replacing processes one by one, as Kubernetes does, leaves no gateway without workers. A rollout that has stopped
+does not block a worker for ever: after WAIT_S the worker turns ready all the same, and logs the consequence.
+Workers of 0.1.0 do not wait. So a worker that is told to stop while they come, in a rollback, stays for a while as long
+as gateways of its own release live.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from tandem.registry import Registry, RegistryUnavailable
 
 log = structlog.get_logger(__name__)
 CHECK_S = 0.5
-# A gateway registers again within so long after Redis has lost its memory.
+# A gateway registers again within this time after Redis has lost its data.
 GONE_S = 5.0
 WAIT_S = 1800.0
 
 
 async def succeed(registry: Registry, wait_s: float = WAIT_S) -> None:
-    """Return once no gateway of another release has a lease, for GONE_S where there was one; or after `wait_s`."""
+    """Returns once no gateway of another release has had a lease for GONE_S (immediately if there is none), or after
+    `wait_s`.
+    """
     try:
         async with asyncio.timeout(wait_s):
             await _all_gone(registry, wait_s)
@@ -38,7 +40,7 @@ async def succeed(registry: Registry, wait_s: float = WAIT_S) -> None:
 
 
 async def stay(registry: Registry, wait_s: float) -> None:
-    """Return once no gateway of this release has a lease, at once where no other release is here; or after `wait_s`."""
+    """Returns once no gateway of this release has a lease; immediately without another release; or after `wait_s`."""
     with suppress(TimeoutError, RegistryUnavailable):
         async with asyncio.timeout(wait_s):
             others = await registry.releases.others()

@@ -1,4 +1,4 @@
-"""The work of a worker for gateways: their streams, suspects, adapters, model files. Workers and services may enter."""
+"""A worker's services for gateways: streams, suspects, adapters, model files. Workers and services may enter."""
 
 from tandem.worker.work import conversion
 from tandem.worker.work.adapters import AdapterService

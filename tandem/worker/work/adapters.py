@@ -1,7 +1,7 @@
 """LoRA adapters of a live worker: read when an operator loads one, dropped when it is unloaded.
 
-A request brings its adapter's name, folder and revision along: a worker that has not read it yet, such as one started
-later, then does so.
+Each request names its adapter's folder and revision: a worker that has not read the adapter yet, such as one started
+later, reads it then.
 """
 
 from __future__ import annotations

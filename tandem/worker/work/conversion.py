@@ -1,4 +1,4 @@
-"""Between protos and the engine's own types."""
+"""Conversion between protos and the engine's own types."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ FINISH_REASONS = {
 
 
 def request_of(spec: worker_pb2.SequenceSpec) -> Request:
-    """
+    """Returns the engine's request.
+
     Raises:
         SequenceFailed
     """
@@ -55,7 +56,7 @@ def adapter_to_proto(ref: AdapterRef) -> worker_pb2.Adapter:
 
 
 def token_of(output: worker_pb2.SequenceOutput) -> SampledToken:
-    """The one token of a prefill's output."""
+    """Returns the single token of a prefill's output."""
     if not output.logprobs:
         return SampledToken(output.token_ids[0])
     top = tuple((t.token_id, t.logprob) for t in output.logprobs[0].top)
@@ -63,7 +64,7 @@ def token_of(output: worker_pb2.SequenceOutput) -> SampledToken:
 
 
 def first_token(output: SequenceOutput) -> bytes:
-    """The payload that `token_of` parses: a prefill's output, less what only its caller wants."""
+    """Returns the payload of a transfer: a prefill's output, without the fields that only its gateway needs."""
     return output_to_proto(replace(output, prompt_logprobs=[])).SerializeToString()
 
 
@@ -88,7 +89,7 @@ def output_to_proto(output: SequenceOutput) -> worker_pb2.SequenceOutput:
 
 
 def failed(request_id: str, code: str, message: str) -> worker_pb2.SequenceOutput:
-    """The last output of a sequence that ended in an error."""
+    """Returns the last output of a sequence that ended in an error."""
     return worker_pb2.SequenceOutput(request_id=request_id, failure=worker_pb2.Failure(code=code, message=message))
 
 
@@ -102,7 +103,7 @@ def sign(ticket: worker_pb2.LandingTicket, secret: ClusterSecret) -> None:
 
 
 def is_signed(ticket: worker_pb2.LandingTicket, secret: ClusterSecret) -> bool:
-    """Also where the cluster has no secret."""
+    """True if the ticket's signature is valid, or the cluster has no secret."""
     return secret.proves(ticket.proof, "ticket", _said(ticket))
 
 

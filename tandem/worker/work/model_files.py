@@ -1,4 +1,4 @@
-"""The files of a worker's model that gateways need, for anyone who asks by fingerprint, in parts."""
+"""A service that sends the model files that gateways need, by fingerprint, in parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PART = 2**20
 
 class ModelFilesService(worker_pb2_grpc.ModelFilesServiceServicer):
     def __init__(self, folder: Path) -> None:
-        """
+        """Reads the fingerprint of the model's files.
+
         Raises:
             OSError, ValueError: a file cannot be read.
         """

@@ -1,9 +1,9 @@
-"""A worker's side of its gateways' streams: every entry of a message is a task of its own, with a trace of its own.
+"""A worker's side of its gateways' streams: each entry of a message runs as a task with a trace of its own.
 
-reservation, prefill ── begin ──> an answer, or why there is none ──> the outbox of the stream that it came by
-abort                ── what still begins is cancelled, the rest is released ──> `released`
+reservation, prefill ── begin ──> an answer or an error ──> the outbox of the entry's stream
+abort                ── a task that still begins is cancelled, all else is released ──> `released`
 its gateway is silent ── the stream ends, see tandem/liveness/silence.py
-the stream ends      ── all that still begins is cancelled; what it had begun ends by Streams' on_ended
+the stream ends      ── tasks that still begin are cancelled; begun sequences end by Streams' on_ended
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Entry: TypeAlias = worker_pb2.Reservation | worker_pb2.Prefill
 
 
 def failure_of(error: Exception | None) -> tuple[str, str]:
-    """Return the code and the words that a gateway gets for it."""
+    """Returns the status code and the message that a gateway gets for an error."""
     if isinstance(error, SequenceFailed):
         return error.code, str(error)
     if isinstance(error, EngineDied):
@@ -42,7 +42,10 @@ def failure_of(error: Exception | None) -> tuple[str, str]:
 
 
 class WorkService(worker_pb2_grpc.WorkerServiceServicer):
-    """`begin(stream_id, entry)` answers an entry by `streams`; `abort(request_id)` returns once all is released."""
+    """The gRPC service.
+
+    `begin(stream_id, entry)` answers by `streams`; `abort(request_id)` returns when all is released.
+    """
 
     def __init__(
         self,
@@ -68,20 +71,20 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
         reading = asyncio.create_task(self._read(stream_id, requests, liveness))
         silent: list[str] = []
         watching = asyncio.create_task(self._watch(stream_id, liveness, serving, silent))
-        # Of a call that is cancelled while it writes, only its task's end is certain to be seen here.
+        # If a call is cancelled while it writes, only the end of its task is sure to be noticed.
         serving.add_done_callback(lambda done: (reading.cancel(), watching.cancel()))
         async for response in self._streams.stream(stream_id):
             yield response
-        if reading.done():  # or the stream was ended here, and the gateway is to hear of it
-            await reading  # which says what is wrong with a request
+        if reading.done():  # else this side ended the stream, and the gateway gets the reason
+            await reading  # raises what is wrong with a request
         if silent:
             raise rpc.Refused(StatusCode.ABORTED, silent[0])
 
     async def _watch(self, stream_id: str, liveness: Liveness, serving: asyncio.Task[Any], silent: list[str]) -> None:
-        """Send pings, and end a stream whose gateway sends none any more; `silent` gets the reason.
+        """Sends pings, and ends a stream whose gateway has stopped sending pings; `silent` gets the reason.
 
-        A call that writes just then ends once its gateway reads on, or within MOST_S. Were its task cancelled at once,
-        gRPC would send no status, and the gateway would wait.
+        A call that is just writing ends once its gateway reads on, or within MOST_S. If its task were cancelled
+        immediately, gRPC would send no status, and the gateway would wait.
         """
         now = asyncio.get_running_loop().time
         while not (liveness.lost(now()) and liveness.pings):
@@ -112,7 +115,7 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
                     task.add_done_callback(self._aborted)
         except rpc.Refused:
             raise
-        except Exception as error:  # whatever gRPC says of a call that has ended
+        except Exception as error:  # any error of gRPC for a call that has ended
             log.warning("a gateway's stream cannot be read", stream_id=stream_id, error=str(error))
         finally:
             self._streams.end(stream_id)
@@ -129,7 +132,7 @@ class WorkService(worker_pb2_grpc.WorkerServiceServicer):
         task.add_done_callback(partial(self._begun, key))
 
     def _begun(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
-        """A failure that could not even be reported, as without memory, ends the stream: its gateway hears of that."""
+        """Ends the stream if a failure could not be reported (out of memory), so that the gateway notices."""
         del self._beginning[key]
         if not task.cancelled() and task.exception() is not None:
             self._streams.end(key[0])

@@ -1,16 +1,16 @@
-"""One outbox per gateway's stream: what a turn of the loop, or an engine step, made for it leaves in one message.
+"""An outbox per gateway's stream: all outputs of one loop iteration, or engine step, are sent in one message.
 
-answers, first tokens, ends, errors      at once
-other tokens                             at once where the gateway keeps up: fewer than MOST_AHEAD pieces of what it was
-                                         sent are not passed on yet; else when it does, or MOST_S after the last message
+answers, first tokens, ends, errors      immediately
+other tokens                             immediately if the gateway keeps up: fewer than MOST_AHEAD of the outputs sent
+                                         are not passed on yet; else once it does, or MOST_S after the last message
 
-Passing a piece on costs the gateway as much with three tokens as with one. So while its core has time no token waits,
-and when it is full the pieces grow until it keeps up. It reports what it has passed on where it is asked to: a report
-costs both sides as much as a piece.
+An output costs the gateway as much with three tokens as with one. So while its core has time, no token waits, and when
+the core is full, outputs grow until the gateway keeps up. The gateway reports what it has passed on only when asked: a
+report costs both sides as much as an output.
 
-A gateway that is slow to read gets its messages merged, so an outbox never holds more than the tokens of its sequences.
-A sequence belongs to one stream for its whole life: a gateway that comes back opens another, and what ran on the broken
-one is aborted at once.
+Messages to a slow reader are merged, so an outbox never holds more than the tokens of its sequences. A sequence belongs
+to one stream for its whole life: a gateway that comes back opens a new stream, and the sequences of the broken stream
+are aborted immediately.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tandem.v1 import worker_pb2
 from tandem.worker.work import conversion
 
 MOST_S = 0.05
-# Passed on within 2 ms.
+# The most outputs not passed on yet, of a gateway that keeps up; it passes so many on within 2 ms.
 MOST_AHEAD = 32
 
 
 class Outbox:
-    """Messages that go to a gateway next."""
+    """The next message to a gateway, as it grows."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
@@ -40,7 +40,7 @@ class Outbox:
         self._ready: list[worker_pb2.SequenceOutput] = []
         self._held: dict[str, SequenceOutput] = {}
         self._loop = asyncio.get_running_loop()
-        self._num_sent = self._num_asked_for = self._num_passed_on = 0  # outputs
+        self._num_sent = self._num_asked_for = self._num_passed_on = 0  # numbers of outputs
         self._sent_at = self._loop.time()
         self._overdue = False
         self._timer: asyncio.Handle | None = None
@@ -67,7 +67,7 @@ class Outbox:
         self.changed.set()
 
     def passed_on(self, num_outputs: int) -> None:
-        """The gateway has passed on so many of all outputs."""
+        """Records that the gateway has passed on `num_outputs` outputs so far."""
         self._num_passed_on = min(max(num_outputs, self._num_passed_on), self._num_sent)
         if self._held and self._keeps_up:
             self.changed.set()
@@ -113,9 +113,9 @@ class Outbox:
 
 
 class Streams:
-    """The outboxes of all streams. What is said to one that is not open is dropped.
+    """The outboxes of all streams. Messages to a stream that is not open are dropped.
 
-    `on_ended(stream_id)` is called once when one has ended, however it did.
+    `on_ended(stream_id)` is called once when a stream has ended, for any reason.
     """
 
     def __init__(
@@ -130,7 +130,10 @@ class Streams:
         return stream_id in self._outboxes
 
     def send(self, stream_id: str, output: SequenceOutput, itl_target_s: float = 0.0) -> None:
-        """Put an output, which grows by those that follow, into a stream's outbox; no target between tokens if 0."""
+        """Puts an output into a stream's outbox, where later outputs may be appended to it.
+
+        `itl_target_s`: 0: no target.
+        """
         outbox = self._outboxes.get(stream_id)
         if outbox is not None:
             outbox.put(output, itl_target_s)
@@ -148,14 +151,14 @@ class Streams:
             outbox.changed.set()
 
     def released(self, stream_id: str, request_id: str) -> None:
-        """Report that nothing is held any more for a sequence that was to be aborted."""
+        """Reports that an aborted sequence holds nothing any more."""
         outbox = self._outboxes.get(stream_id)
         if outbox is not None:
             outbox.released.append(request_id)
             outbox.changed.set()
 
     def passed_on(self, stream_id: str, num_outputs: int) -> None:
-        """The stream's gateway has passed on so many of all outputs."""
+        """Records that the stream's gateway has passed on `num_outputs` outputs so far."""
         outbox = self._outboxes.get(stream_id)
         if outbox is not None:
             outbox.passed_on(num_outputs)
@@ -167,15 +170,15 @@ class Streams:
             outbox.changed.set()
 
     def fail(self, stream_id: str, request_id: str, code: str, message: str) -> None:
-        """Report that a sequence has ended in an error."""
+        """Reports that a sequence has ended in an error."""
         outbox = self._outboxes.get(stream_id)
         if outbox is not None:
             outbox.fail(request_id, code, message)
 
     async def stream(self, stream_id: str) -> AsyncIterator[worker_pb2.WorkResponse]:
-        """The messages of a new stream, until its reader hangs up or `end`."""
+        """Yields the messages of a new stream, until its reader hangs up or `end`."""
         outbox = self._outboxes[stream_id] = Outbox()
-        # Of a call that is cancelled while it writes, only its task's end is certain to be seen here.
+        # If a call is cancelled while it writes, only the end of its task is sure to be noticed.
         cast("asyncio.Task[Any]", asyncio.current_task()).add_done_callback(lambda done: self.end(stream_id))
         try:
             yield worker_pb2.WorkResponse(incarnation=self._incarnation, pulse=self._pulse())

@@ -1,6 +1,6 @@
-"""Suspects on a worker: sequences of which another worker may have died. One at a time, whichever gateway sends them.
+"""Suspects on a worker: sequences that may have killed another worker. They run one at a time, of all gateways.
 
-its turn ──> begins ──> computes alone, in steps of its own ──> past the place of that death, or ended ──> the next one
+its turn ──> begins ──> computes alone, in steps of its own ──> is past the place of that death, or ended ──> the next
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ CHECK_S = 0.005
 
 
 class SuspectTurns:
-    """In order of arrival."""
+    """The turns of suspects, in order of arrival."""
 
     def __init__(self, num_suspects: Callable[[], int]) -> None:
-        """`num_suspects`: of those that have begun, and are not past that place yet."""
+        """`num_suspects`: returns the number of begun suspects that are not past the place of that death yet."""
         self._num_suspects = num_suspects
         self._beginning = asyncio.Lock()
 
     @asynccontextmanager
     async def turn(self, sequence: worker_pb2.SequenceSpec) -> AsyncIterator[None]:
-        """Within it the sequence begins, with what is then left of its time; at once where it is no suspect.
+        """Waits for a suspect's turn to begin and shortens its deadline by the wait; no wait for other sequences.
 
         Raises:
-            SequenceFailed: its deadline passed first.
+            SequenceFailed: its deadline passed while it waited.
         """
         if not sequence.alone_until:
             yield
