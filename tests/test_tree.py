@@ -388,8 +388,12 @@ def test_what_lands_is_held_to_lint_and_the_tests_alone() -> None:
 
 MAX_LINES, MAX_PARAMETERS, MAX_FILE_LINES = 40, 7, 400
 TOPS = ("tandem", "services", "clients", "benchmarks", "tests", "deploy", "examples", "models")
-# A docstring begins with the noun or verb of what it describes.
+# A docstring begins with the noun or verb of what it describes, that of a function with no preposition or pronoun.
 NO_FIRST_WORDS = {"What", "Of", "Whether", "Where", "Which"}
+NO_FIRST_WORDS_OF_FUNCTIONS = NO_FIRST_WORDS | {
+    "All", "As", "At", "Before", "Behind", "By", "For", "From", "How", "In", "It", "Its", "No", "None", "Nothing", "On",
+    "One", "So", "That", "They", "Those", "To", "Until", "Who", "With",
+}  # fmt: skip
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -456,3 +460,10 @@ def test_docstrings_begin_with_what_a_thing_is_or_does() -> None:
             documented.append((str(path.relative_to(ROOT)), ast.get_docstring(parsed(path))))
     found = [(name, text.splitlines()[0]) for name, text in documented if text and text.split()[0] in NO_FIRST_WORDS]
     assert found == []
+
+
+def test_docstrings_of_functions_begin_with_a_verb_or_a_noun() -> None:
+    functions = ((name, node) for name, node in definitions() if not isinstance(node, ast.ClassDef))
+    documented = ((f"{name}:{node.lineno}", ast.get_docstring(node)) for name, node in functions)
+    found = [(place, text.splitlines()[0]) for place, text in documented if text]
+    assert [one for one in found if one[1].split()[0].strip(":,.") in NO_FIRST_WORDS_OF_FUNCTIONS] == []

@@ -35,7 +35,7 @@ BODIES: Mapping[str, tuple[type[schema.Body], str]] = {
     "/v1/unload_lora_adapter": (schema.UnloadAdapterBody, "Serve a LoRA adapter no longer"),
 }
 TEXT = {"type": "string"}
-# Of both protocols: OpenAI's has `param` and `code`, too, Anthropic's a `type` and `request_id` beside it.
+# The common part of both protocols' errors: OpenAI's adds `param` and `code`, Anthropic's `type` and `request_id`.
 ERROR = {
     "type": "object",
     "required": ["error"],
@@ -52,7 +52,10 @@ ERRORS: Mapping[str, Any] = {
 
 
 class DescribedApp(FastAPI):
-    """`direct`: apps that get the POSTs to their path as they come, past all that FastAPI wraps around a route."""
+    """The app with its description.
+
+    `direct`: apps that get the POSTs to their paths directly, without FastAPI's layers.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -74,7 +77,7 @@ class DescribedApp(FastAPI):
         await (super().__call__ if app is None else app)(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
-        """FastAPI's own description, and that of routes beside it."""
+        """Returns FastAPI's description together with that of routes that FastAPI does not know."""
         if self.openapi_schema is None:
             found = super().openapi()
             bodies = [(body, "validation") for body in (*(body for body, _ in BODIES.values()), *KEPT_BODIES.values())]
@@ -82,7 +85,7 @@ class DescribedApp(FastAPI):
             found["components"] = {"schemas": {**definitions["$defs"], "Error": ERROR}}
             for operations in found["paths"].values():
                 for operation in operations.values():
-                    operation["responses"].pop("422", None)  # FastAPI's, which is not served
+                    operation["responses"].pop("422", None)  # FastAPI's own error, which is never returned
                     operation["responses"] |= ERRORS
             found["paths"]["/ping"] = {method: _ping(method) for method in ("get", "post")}
             for path, (body, summary) in BODIES.items():

@@ -129,7 +129,7 @@ class Sleepers:
             )  # fmt: skip
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the registry until cancelled."""
         while True:
             with suppress(RegistryUnavailable):
                 await self.refresh()

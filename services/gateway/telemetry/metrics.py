@@ -87,7 +87,7 @@ class FrontMetrics:
         self._waits.labels(model).observe(seconds)
 
     def refused(self, seconds: float, model: str = "") -> None:
-        """One request got a 429, so long after it had arrived."""
+        """Count a request that got a 429, and how long after its arrival."""
         self._refused.labels(model).observe(seconds)
 
     def path(self, path: llm_pb2.Path, fallback: str) -> None:
@@ -194,7 +194,7 @@ class Metrics:
         self._success.labels(self._model, reason).inc()
 
     def refused(self, seconds: float) -> None:
-        """One request got a 429, so long after it had arrived."""
+        """Count a request that got a 429, and how long after its arrival."""
         self._front.refused(seconds, self._model)
 
     def queued(self, kind: PriorityClass, seconds: float) -> None:

@@ -31,7 +31,7 @@ ID_BYTES = 4
 SPACING = 4096  # characters
 # Characters searched for cuts, which blocks the event loop for a few milliseconds at most.
 MOST_CUT = 2**20
-# Of the dividers after the last known cut, how many are tried as the end of an earlier text.
+# The number of dividers after the last known cut that are tried as an earlier text's end.
 MOST_ENDS = 32
 Key: TypeAlias = "tuple[int | str, str]"
 

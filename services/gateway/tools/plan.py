@@ -1,4 +1,4 @@
-"""How a request's answers are to be read, known once its prompt is."""
+"""How a request's answers are to be read, which follows from its prompt."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class ReadingPlan:
     calls: type[CallFormat] | None
     use: ToolUse | None
     id_form: str
-    written: str = ""  # of the answer's first message, in a format with messages, by the prompt
+    written: str = ""  # in a format with messages: the part of the answer's first message that the prompt has
 
     @property
     def markers(self) -> frozenset[str]:
-        """Special tokens that must be shown to be read."""
+        """Special tokens that the detokenizer must show, as they are read."""
         tags = (self.tags.begin, self.tags.end) if self.tags else ()
         return frozenset((*tags, *(self.calls.markers() if self.calls else ())))
 
     @property
     def thoughts_end(self) -> str:
-        """The mark that ends the thoughts an answer begins within; "" if it begins outside them."""
+        """The mark that ends the thoughts within which an answer begins; "" if it begins outside thoughts."""
         return self.tags.end if self.tags and self.opened else ""
 
     def call_id(self, unique: str) -> str:
         return self.id_form.format(unique)
 
     def reader(self) -> AnswerReader:
-        """A fresh one, for one answer."""
+        """Returns a new reader, for one answer."""
         thinking = calls = None
         messages = self.calls is not None and self.calls.messages
         if self.tags and not messages:
@@ -51,10 +51,10 @@ class ReadingPlan:
 def plan_reading(
     tags: Tags | None, format_: type[CallFormat] | None, use: ToolUse | None, prompt: str
 ) -> ReadingPlan | None:
-    """None where an answer is text and nothing else.
+    """Returns the plan for reading answers; None if they are only text.
 
     Args:
-        tags, format_: the model's own.
+        tags, format_: the model's.
 
     Raises:
         InvalidRequest: the model's calls could not be read.

@@ -1,4 +1,4 @@
-"""One answer's text, read for thoughts, words and calls."""
+"""Reads one answer's text for thoughts, content and calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AnswerReader:
         self._called = False
         self._said = False
         self._reasoned = False
-        self._space: list[str] = []  # white space that is a part of the answer only if text follows
+        self._space: list[str] = []  # white space, part of the answer only if text follows
 
     @property
     def within_thoughts(self) -> bool:
@@ -44,7 +44,7 @@ class AnswerReader:
         return self._reading(thoughts, self._calls.feed(rest) if self._calls else [rest])
 
     def finish(self, cut: bool = False) -> Reading:
-        """Returns the rest, when nothing follows. `cut`: the model would have gone on."""
+        """Returns the rest after the answer's end. `cut`: the answer was cut off."""
         thoughts, rest = self._thinking.finish() if self._thinking else ("", "")
         pieces: list[Piece] = [rest]
         if self._calls:
@@ -78,7 +78,7 @@ class AnswerReader:
         return Reading("".join(texts), thoughts, calls, parts)
 
     def _say(self, text: str) -> str:
-        """Without white space at its end, and none before the first word behind thoughts or calls."""
+        """Returns text without white space at its end, nor before the first word after thoughts or calls."""
         begins = not self._said and (self._called or self._thought)
         if not text.strip():
             if begins:

@@ -32,13 +32,13 @@ class ResponseEvents(Framing):
         self, new_id: Callable[[], str], echo: Mapping[str, Any], tools: Mapping[str, Tool],
         keeping: Keeping | None, found: ParsedBody, answer: Answer, created: int,
     ) -> None:  # fmt: skip
-        """`tools` that may be called, by the names that a chat gives them."""
+        """`tools`: callable tools by their names in the chat."""
         self._new_id, self._unique = new_id, new_id()
         self._answer, self._tools, self._reading, self._keeping = answer, tools, found.reading, keeping
         frame = {"id": self.id, "object": "response", "created_at": created}
         self._frame = {**frame, "model": answer.request.model.name, **echo}
         self._items: list[Item] = []
-        self._is_open = False  # the last item grows
+        self._is_open = False  # the last item is still being written
         self._whole_calls: set[int] = set()
         self._number = 0
         self._is_cut = self.is_kept = False
@@ -57,12 +57,13 @@ class ResponseEvents(Framing):
         return delta.says_something or bool(delta.calls)
 
     def chunk(self, delta: Delta) -> bytes:
-        """The events that a delta makes."""
+        """Returns the events of a delta."""
         said = self.begin()
         self._whole_calls |= {call.index for call in delta.calls}
         if delta.reasoning:
             said += self._grow(Thoughts, delta.reasoning)
-        going = [part for part in delta.call_parts if part.index == self._open_call]  # text ends it
+        # Parts of the open call, which a text ends.
+        going = [part for part in delta.call_parts if part.index == self._open_call]
         said += b"".join(map(self._call, going))
         if delta.text:
             said += self._grow(Message, delta.text)
@@ -74,17 +75,17 @@ class ResponseEvents(Framing):
         return said
 
     async def last(self) -> bytes:
-        """Says that the response is whole, or was cut off."""
+        """Returns the event that the response is complete, or was cut off."""
         found = await self._kept()
         return self._event(found["status"], {"response": found})
 
     def failure(self, error: GatewayError) -> bytes:
-        """A stream's end where the answer failed."""
+        """Returns the events that end the stream of a failed answer."""
         said = {"code": error.code or error.type, "message": error.message, "param": error.param}
         return self._event("error", said, "") + self._event("failed", {"response": self._failed(error)})
 
     async def keep_failed(self, error: GatewayError) -> None:
-        """Keep that it failed, for those who ask later."""
+        """Keep the failed response, for clients that ask later."""
         if self._keeping:
             await self._keeping.kept.keep(self._failed(error), self._keeping.items)
 
@@ -93,7 +94,7 @@ class ResponseEvents(Framing):
         return {**self.response("failed"), "error": why}
 
     def gathered(self, choices: Sequence[Sequence[Delta]]) -> Sequence[Delta]:
-        """All deltas in their order: whole, an answer has the items that its stream has."""
+        """Returns all deltas in their order, so that a whole answer has the same items as its stream."""
         return [delta for choice in choices for delta in choice]
 
     async def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class ResponseEvents(Framing):
         return await self._kept()
 
     async def _kept(self) -> dict[str, Any]:
-        """The response at its end. It says `store` only if it is kept."""
+        """Returns the response at its end. Its `store` is true only if it was kept."""
         found = self.response("incomplete" if self._is_cut else "completed")
         if self._keeping:
             self.is_kept = found["store"] = await self._keeping.end(found)
@@ -110,7 +111,7 @@ class ResponseEvents(Framing):
 
     @property
     def _open_call(self) -> int | None:
-        """The number of the call that grows."""
+        """The index of the call that is being written; None if none is."""
         item = self._items[-1] if self._is_open else None
         return item.index if isinstance(item, ToolCall) else None
 
@@ -123,14 +124,14 @@ class ResponseEvents(Framing):
     def _call(self, part: CallPart) -> bytes:
         said = b""
         if part.index != self._open_call:
-            assert self._reading is not None  # or there were no call
+            assert self._reading is not None  # calls need one
             name = f"{self._unique}{len(self._items)}"
             call_id = self._reading.call_id(self._new_id())
             said = self._added(item_of_call(self._tools.get(part.name), name, call_id, part.index, part.name))
         return said + self._events(self._items[-1].grow(part.arguments))
 
     def _end(self, delta: Delta) -> bytes:
-        """An answer that says nothing is a message without text."""
+        """Returns the events of an answer's end. An empty answer is a message without text."""
         self._is_cut = delta.finish_reason == llm_pb2.FINISH_REASON_LENGTH
         said = b"" if self._items else self._added(Message(f"msg_{self._unique}0"))
         if self._open_call is not None and self._open_call not in self._whole_calls:
@@ -138,7 +139,7 @@ class ResponseEvents(Framing):
         return said + self._done("incomplete" if self._is_cut else "completed")
 
     def _added(self, item: Item) -> bytes:
-        """A call that is not whole is never done: what follows has shown that it is text."""
+        """Returns the events that begin an item. An incomplete call before it was text and is not ended."""
         is_text = self._open_call is not None and self._open_call not in self._whole_calls
         said = b"" if is_text else self._done("completed")
         self._items.append(item)
@@ -156,7 +157,7 @@ class ResponseEvents(Framing):
         return said + self._event("output_item.done", {"output_index": len(self._items) - 1, "item": item.json()})
 
     def _events(self, said: Iterable[Said]) -> bytes:
-        """The last item's events."""
+        """Returns the events of the last item."""
         place = {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
         return b"".join(self._event(kind, {**place, **fields}) for kind, fields in said)
 
@@ -167,7 +168,7 @@ class ResponseEvents(Framing):
         return b"event: " + name.encode() + b"\ndata: " + event + b"\n\n"
 
     def response(self, status: str) -> dict[str, Any]:
-        """As far as it has come."""
+        """Returns the response as far as it has been generated."""
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         ended = status in ("completed", "incomplete")
         beside = {"status": status, "error": None, "incomplete_details": cut}
@@ -175,7 +176,7 @@ class ResponseEvents(Framing):
         return {**self._frame, **beside, "output": output, "usage": self._usage() if ended else None}
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens written to the cache: those of the prompt that were not there."""
+        """Returns usage. Prompt tokens that were not cached count as written to the cache."""
         found = usage(self._answer)
         prompt, cached = found["prompt_tokens"], found["prompt_tokens_details"]["cached_tokens"]
         return {

@@ -16,21 +16,21 @@ from services.gateway.directory import LLM
 from services.gateway.errors import InvalidRequest
 
 TOO_LONG = "context_length_exceeded"
-# So often what is left is measured; the last time it is served or refused as it is.
+# The most attempts to shorten an input; the last result is served or refused as it is.
 ROUNDS = 8
 STAY = ("system", "developer")
 T = TypeVar("T")
-# Reads a body as a chat; the text is its prompt, where a helper process has rendered it.
+# Reads a body as a chat. The text: its prompt, if a helper process has rendered it.
 Read = Callable[[ResponseBody, str | None], Awaitable[PreparedChat]]
 
 
 async def read_fitting(
     llm: LLM, body: Incoming[ResponseBody], reduce: Callable[..., Reduced], read: Read
 ) -> PreparedChat:
-    """Read the body, or as many of its newest items as fit.
+    """Returns the chat of a body, or of as many of its newest items as fit.
 
     Args:
-        reduce: reduces it again, if it was large. Takes `most`, how many bytes of items are left.
+        reduce: reduces a large body again to `most` bytes of items.
 
     Raises:
         GatewayError
@@ -61,13 +61,13 @@ async def read_fitting(
 
 
 def _whole(found: ResponseBody, items: bytes) -> bytes:
-    """The body again, with the items that a helper has taken out of it."""
+    """Returns the body with the items that a helper process removed."""
     fields = found.model_dump(exclude_unset=True, exclude={"input"})
     return orjson.dumps({**fields, "input": orjson.Fragment(items)})
 
 
 def rendered_fitting(found: ResponseBody, render: Callable[[], T]) -> T:
-    """Render it in the helper process, without its oldest items while it has too many characters.
+    """Returns `render()`, dropping the body's oldest items while it has too many characters. Runs in a helper process.
 
     Raises:
         InvalidRequest
@@ -83,7 +83,7 @@ def rendered_fitting(found: ResponseBody, render: Callable[[], T]) -> T:
 
 
 def newest(items: Any, most: int) -> Any:
-    """The last item and those before it, in so many bytes; messages of the system stay. A result goes with its call."""
+    """Returns the newest items within `most` bytes. System messages stay; results are dropped with their calls."""
     if not isinstance(items, list):
         return items
     kept: list[Any] = []

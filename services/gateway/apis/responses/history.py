@@ -1,4 +1,4 @@
-"""Items that OpenAI's server has made, in a conversation that began there: what the model sees of them.
+"""Items that OpenAI's server made, in a conversation that began there, as the model sees them.
 
 calls that a client has run, their outputs     calls of tools and their results
 calls that OpenAI has run                      their outputs, as text of the assistant
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from services.gateway.chat import result_text, text_in
 
-# Calls that the client has run: the name of the tool, and the field that has its arguments.
+# Calls that the client ran: the tool's name, and the field with its arguments.
 RUN = {
     "local_shell_call": ("local_shell", "action"),
     "shell_call": ("shell", "action"),
@@ -33,7 +33,7 @@ class Messages(Protocol):
 
 
 def add_foreign(messages: Messages, kind: str, item: Mapping[str, Any]) -> bool:
-    """Adds what an item says to the model. Returns whether it is one of OpenAI's."""
+    """Add the turns of an item. Returns whether it is one of OpenAI's."""
     if kind in RUN:
         name, field = RUN[kind]
         arguments = item.get(field)

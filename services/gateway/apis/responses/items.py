@@ -1,4 +1,4 @@
-"""Items that a response's output is made of. Each says which events it makes while it grows."""
+"""The items of a response's output, each with the events that it makes while it is written."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Said = tuple[str, Mapping[str, Any]]
 
 
 class Item(ABC):
-    prefix: ClassVar[str]  # of its id
-    runs_on = False  # it is of no use before its end
+    prefix: ClassVar[str]  # of its ids
+    runs_on = False  # useless before its end
 
     def __init__(self, item_id: str) -> None:
         self.id = item_id
@@ -27,7 +27,7 @@ class Item(ABC):
         return "".join(self.texts)
 
     def begin(self) -> Sequence[Said]:
-        """Events behind that of the empty item."""
+        """Returns the events after that of the empty item."""
         return ()
 
     @abstractmethod
@@ -35,7 +35,7 @@ class Item(ABC):
 
     @abstractmethod
     def end(self) -> Sequence[Said]:
-        """Events before that of the whole item."""
+        """Returns the events before that of the whole item."""
 
     @abstractmethod
     def json(self) -> dict[str, Any]: ...
@@ -45,10 +45,10 @@ class Item(ABC):
 
 
 class TextItem(Item):
-    """Text in one part."""
+    """An item of text in one part."""
 
     event: ClassVar[str]
-    beside: ClassVar[Mapping[str, Any]] = {}  # what its events say besides text
+    beside: ClassVar[Mapping[str, Any]] = {}  # further fields of its events
 
     @abstractmethod
     def part(self, text: str) -> dict[str, Any]: ...
@@ -93,14 +93,14 @@ class Thoughts(TextItem):
 
 
 class ToolCall(Item):
-    """A call of a tool. One that was cut off is none: nobody should run half of it."""
+    """A tool call. A call that was cut off is left out, as no client should run half of it."""
 
     kind: ClassVar[str]
     runs_on = True
 
     def __init__(self, item_id: str, call_id: str, index: int, name: str, namespace: str | None) -> None:
         super().__init__(item_id)
-        self.index = index  # among the answer's calls
+        self.index = index  # index among the answer's calls
         self._said = {"call_id": call_id, "name": name} | ({"namespace": namespace} if namespace else {})
 
     def json(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class FunctionCall(ToolCall):
 
 
 class CustomCall(ToolCall):
-    """Its text is that of the one argument; what says no such argument is the text itself."""
+    """A custom tool's call: its input is the one argument, or the whole text if it has no such argument."""
 
     prefix, kind = "ctc", "custom_tool_call"
 
@@ -149,7 +149,7 @@ class CustomCall(ToolCall):
 
 
 def item_of_call(tool: Tool | None, item_id: str, call_id: str, index: int, name: str) -> ToolCall:
-    """A tool that was not offered is called by the name that the model says."""
+    """Returns the item of a call; a tool that was not offered keeps the name that the model wrote."""
     if tool is None:
         return FunctionCall(f"fc_{item_id}", call_id, index, name, None)
     kind = CustomCall if tool.kind == "custom" else FunctionCall

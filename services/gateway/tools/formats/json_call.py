@@ -99,7 +99,7 @@ class JsonCalls(CallReader):
         return bool(ends)
 
     def _no_call(self, text: str) -> CompleteCall:
-        """One may begin right behind the mark."""
+        """Returns a body that is text up to the mark, right after which a call may begin."""
         return CompleteCall(max([1, *(len(begin) for begin in self.begins if text.startswith(begin))]))
 
     def _sketch(self, text: str) -> Sequence[Call]:

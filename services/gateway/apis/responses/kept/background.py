@@ -1,4 +1,4 @@
-"""Responses that are made though nobody waits: kept from their beginning, and reported by any gateway.
+"""Background responses: kept from their beginning, and reported by any gateway.
 
     POST ──> kept as queued ──> a task of this gateway: events to the store each BEAT_S ──> kept as it ended
                                                        └── cancelled or deleted there: it ends, and nothing more is kept
@@ -29,11 +29,11 @@ from services.gateway.generation import Answer
 
 log = structlog.get_logger(__name__)
 BEAT_S = 0.25
-# Without a beat for so long, a gateway is gone.
+# A gateway without a beat for this long is gone.
 ALIVE_S = 10
 RUNNING = ("queued", "in_progress")
 NUMBER = re.compile(rb'"sequence_number":(\d+)')
-LAST = -1  # of events
+LAST = -1  # index of the last event
 ENDS = tuple(f"event: response.{end}\n".encode() for end in ("completed", "incomplete", "failed", "cancelled"))
 
 
@@ -44,10 +44,10 @@ class Background:
     items: bytes
 
     async def start(self, exchange: Exchange, framing: Framing, answer: Answer) -> None:
-        """Answer with the queued response, or its events, and leave its making to a task.
+        """Answer with the queued response, or its events, and generate it in a task.
 
         Raises:
-            GatewayError: it could not be kept.
+            GatewayError: the response could not be kept.
         """
         assert isinstance(framing, ResponseEvents)
         queued = framing.response("queued")
@@ -64,12 +64,12 @@ class Background:
 
 
 class _Run:
-    """One response being made."""
+    """One response being generated."""
 
     def __init__(self, background: Background, events: ResponseEvents, answer: Answer) -> None:
         self._llm, self._kept = background.llm, background.kept
         self._events, self._answer = events, answer
-        self._said = b""  # that is not in the store yet
+        self._said = b""  # events that are not in the store yet
         self._cancelled = False
 
     async def run(self) -> None:
@@ -110,7 +110,7 @@ class _Run:
             await self._events.keep_failed(error)
 
     async def _beat(self) -> None:
-        """Until it is cancelled: from within, or by a client."""
+        """Write beats until the task is cancelled or a client cancels the response."""
         while not await self._is_cancelled():
             await self._tell()
             await asyncio.sleep(BEAT_S)
@@ -120,7 +120,7 @@ class _Run:
         try:
             await self._kept.beat(self._events.id, split(said), ALIVE_S)
         except BaseException as error:
-            self._said = said + self._said  # what is sent twice is there once
+            self._said = said + self._said  # events that are sent twice are stored once
             if not isinstance(error, Unavailable):
                 raise
             log.warning("events are not kept", response=self._events.id, error=error.message)
@@ -136,7 +136,7 @@ def split(events: bytes) -> list[bytes]:
 
 
 async def current(kept: Kept, response_id: str) -> dict[str, Any]:
-    """The response as it is now: failed where its gateway is gone.
+    """Returns the response as it is now; failed if its gateway is gone.
 
     Raises:
         NotKept | Unavailable
@@ -144,7 +144,7 @@ async def current(kept: Kept, response_id: str) -> dict[str, Any]:
     found: dict[str, Any] = orjson.loads(await kept.response(response_id))
     if found["status"] not in RUNNING or await kept.is_alive(response_id):
         return found
-    found = orjson.loads(await kept.response(response_id))  # its end may have been kept since
+    found = orjson.loads(await kept.response(response_id))  # its end may have been kept meanwhile
     if found["status"] not in RUNNING:
         return found
     why = {"code": "server_error", "message": "the gateway that made this response is gone"}
@@ -155,7 +155,7 @@ async def cancel(kept: Kept, response_id: str) -> dict[str, Any]:
     """
     Raises:
         NotKept | Unavailable
-        InvalidRequest: it was not made in the background.
+        InvalidRequest: the response is not a background one.
     """
     found = await current(kept, response_id)
     if not found["background"]:
@@ -172,7 +172,7 @@ async def _ended(kept: Kept, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def send_events(exchange: Exchange, kept: Kept, response_id: str, after: int) -> None:
-    """Those behind number `after`, as they come.
+    """Send the events after number `after` as they come.
 
     Raises:
         GatewayError
@@ -185,7 +185,7 @@ async def send_events(exchange: Exchange, kept: Kept, response_id: str, after: i
 
 
 async def _events(kept: Kept, response_id: str, after: int) -> AsyncIterator[bytes]:
-    """Yields events until the end, which a gateway that is gone or a cancelled response has not said itself."""
+    """Yields events until the end, and makes the last one for a response that was cancelled or lost its gateway."""
     while True:
         new = [event for event in await kept.events(response_id, after + 1) if _number(event) > after]
         for event in new:
@@ -199,8 +199,8 @@ async def _events(kept: Kept, response_id: str, after: int) -> AsyncIterator[byt
         if found["status"] not in RUNNING:
             last = b"".join(await kept.events(response_id, LAST))
             if after > _number(last) or (after == _number(last) and last.startswith(ENDS)):
-                return  # the reader has had the end
-            # Until its gateway is gone, the end may yet come.
+                return  # the end has been sent
+            # While its gateway lives, the end may still come.
             if after == _number(last) and (found["status"] == "cancelled" or not await kept.is_alive(response_id)):
                 yield _event(f"response.{found['status']}", {"response": found, "sequence_number": after + 1})
                 return
