@@ -85,10 +85,7 @@ class SamplingParams:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Makes parameters of what a client gave, by name, and checks them. -1 means `top_k` 0, and no
-        `thinking_token_budget`.
-
-        Raises:
-            InvalidParameter
+        `thinking_token_budget`. Raises InvalidParameter.
         """
         made = cls(**given)
         if made.top_k == -1:

@@ -48,10 +48,7 @@ class Front:
 
     @asynccontextmanager
     async def running(self, model: Path, pace: BackendPace) -> AsyncIterator[RunningFront]:
-        """
-        Raises:
-            PeerUnavailable
-        """
+        """Raises PeerUnavailable."""
         port = free_ports(1)[0]
         async with AsyncExitStack() as stack:
             process = await stack.enter_async_context(self.begin(stack, model, pace, port))

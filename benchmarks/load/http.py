@@ -46,10 +46,7 @@ class Unread:
     stamped: Sequence[tuple[float, bytes]]
 
     def read(self) -> TimedAnswer:
-        """
-        Raises:
-            PeerError: another status than 200, an error event, or fewer tokens than asked for.
-        """
+        """Raises PeerError: another status than 200, an error event, or fewer tokens than asked for."""
         answer = read_answer(self.sent, self.stamped)
         if round(answer.tokens) != self.job.max_tokens:
             raise PeerError(f"{self.url} answered {answer.tokens:g} tokens where {self.job.max_tokens} were asked for")
@@ -156,11 +153,7 @@ def _read(answers: Sequence[Unread]) -> list[TimedAnswer]:
 
 
 def read_answer(sent: float, stamped: Sequence[tuple[float, bytes]]) -> TimedAnswer:
-    """An Answer from the bytes of one HTTP response, stamped as they were read.
-
-    Raises:
-        PeerError
-    """
+    """An Answer from the bytes of one HTTP response, stamped as they were read. Raises PeerError."""
     found, usage = [], None
     for at, event in events(stamped):
         if "error" in event:

@@ -56,11 +56,7 @@ class MeasuredPeer:
 
     @contextmanager
     def running(self, model: Path) -> Iterator[LoadClient]:
-        """The peer serving the model's folder by the folder's name, ready and warm.
-
-        Raises:
-            PeerUnavailable
-        """
+        """The peer serving the model's folder by the folder's name, ready and warm. Raises PeerUnavailable."""
         if self.command is None:
             yield self._ready(LoadClient(self.url.rstrip("/"), model.name, dict(self.extra)), lambda: True)
             return
@@ -235,11 +231,7 @@ def known() -> dict[str, MeasuredPeer]:
 
 
 def by_url(text: str) -> MeasuredPeer:
-    """A peer that runs already, from "name=http://host:port".
-
-    Raises:
-        ValueError
-    """
+    """A peer that runs already, from "name=http://host:port". Raises ValueError."""
     name, _, url = text.partition("=")
     if not name or not url.startswith("http://"):
         raise ValueError(f"peer: {text!r} is not name=http://host:port")

@@ -93,11 +93,7 @@ MEASURES: dict[str, Callable[[Path], AbstractContextManager[Turn]]] = {
 
 @contextmanager
 def _probe(tree: Path, script: str, *arguments: str) -> Iterator[Turn]:
-    """A script beside this file that answers a line with figures, run in `tree`.
-
-    Raises:
-        Unmeasured
-    """
+    """A script beside this file that answers a line with figures, run in `tree`. Raises Unmeasured."""
     log = _log(script)
     command = [sys.executable, "-P", str(Path(__file__).with_name(script)), *arguments]
     with log.open("wb") as output, subprocess.Popen(
@@ -144,8 +140,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _cluster(tree: Path, *options: str) -> Iterator[tuple[LoadClient, psutil.Process]]:
     """A cluster of the tree's `tandem up` that is ready: its client, and the launcher, whose children are the rest.
 
-    Raises:
-        Unmeasured
+    Raises Unmeasured.
     """
     http, grpc, redis = free_ports(3)
     log, client = _log(f"cluster-{http}"), LoadClient(f"http://127.0.0.1:{http}", "demo", timeout_s=BOUND_S)

@@ -95,10 +95,7 @@ class Gateway:
         self._background, self._turns = BackgroundTasks(), SequenceTurns()
 
     async def __aenter__(self) -> Gateway:
-        """
-        Raises:
-            OSError: an address cannot be bound.
-        """
+        """Raises OSError: an address cannot be bound."""
         try:
             await self._start()
         except BaseException:

@@ -91,8 +91,7 @@ class PrefillSequences:
     ) -> Prefilled:
         """Prefills a prompt and pushes its KV to the ticket's decode worker. Returns the first token.
 
-        Raises:
-            SequenceFailed
+        Raises SequenceFailed.
         """
         with tracer.start_as_current_span("prefill") as span, _truncated_if_raised(span):
             span.set_attribute("tandem.worker", self._worker_id)
@@ -105,11 +104,7 @@ class PrefillSequences:
                 raise SequenceFailed(error.code, f"KV transfer: {error}") from None
 
     async def embed(self, request: Request, timeout_s: float) -> SequenceOutput:
-        """Computes the embedding of a request's prompt.
-
-        Raises:
-            SequenceFailed
-        """
+        """Computes the embedding of a request's prompt. Raises SequenceFailed."""
         with tracer.start_as_current_span("embed") as span, _truncated_if_raised(span):
             span.set_attributes({"tandem.worker": self._worker_id, "prefill.tokens": len(request.token_ids)})
             try:

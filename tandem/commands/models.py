@@ -74,10 +74,7 @@ async def _list(registry: Registry, said: argparse.Namespace) -> None:
 
 
 async def _alias(registry: Registry, said: argparse.Namespace) -> None:
-    """
-    Raises:
-        ValueError: there are too many.
-    """
+    """Raises ValueError: there are too many."""
     alias: Alias = said.alias
     known = (await registry.aliases.all()).by_name
     if alias.name not in known and len(known) >= MOST_ALIASES:
@@ -91,10 +88,7 @@ async def _alias(registry: Registry, said: argparse.Namespace) -> None:
 
 
 async def _unalias(registry: Registry, said: argparse.Namespace) -> None:
-    """
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """Raises ValueError: there is none of this name."""
     if said.name not in (await registry.aliases.all()).by_name:
         raise ValueError(f"{said.name!r} is no alias that `tandem models alias` has set")
     await registry.aliases.drop(said.name)

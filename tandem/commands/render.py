@@ -36,10 +36,7 @@ def main(arguments: list[str]) -> None:
 
 
 def helm_values(cluster: Cluster) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError: a field, which is named, asks for what the chart does not have.
-    """
+    """Raises ValueError: a field, which is named, asks for what the chart does not have."""
     _check_movable(cluster)
     values: dict[str, Any] = {
         "models": [

@@ -269,10 +269,7 @@ class UpSettings(ClusterSettings):
         ]
 
     def _check_idle(self, names: list[str]) -> None:
-        """
-        Raises:
-            ValueError: an idle time is given for an unknown model.
-        """
+        """Raises ValueError: an idle time is given for an unknown model."""
         if unknown := {one.partition("=")[0] for one in self.idle_stop} - {*names}:
             raise ValueError(f"--idle-stop: {', '.join(sorted(unknown))} is no model; there is {', '.join(names)}")
 

@@ -46,7 +46,7 @@ LANES = 2
 MAX_WAITING = 256  # most waiting calls of one caller
 MAX_CALLERS = 256
 WAIT_S = 10.0
-# The helper's start is delayed for so long, as its owner's start needs the cores; the first call ends the delay.
+# Seconds by which the helper starts later than its owner, which needs the cores; the first call ends the delay.
 START_S = 2.0
 RESTART_S = 0.5
 PIECE = 2**18
@@ -80,7 +80,7 @@ class CallExhausted(CallFailed):
 
 
 class SandboxBusy(CallFailed):
-    """The call did not run, or not to its end, for a reason that is not its own."""
+    """The call did not run to its end, though nothing was wrong with the call itself."""
 
 
 @dataclass(slots=True)

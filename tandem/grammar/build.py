@@ -25,11 +25,7 @@ LITERAL = ("const", "enum", "default", "examples")
 
 
 def of_json_schema(schema: Any) -> str:
-    """Returns the grammar of a JSON schema.
-
-    Raises:
-        InvalidGrammar
-    """
+    """Returns the grammar of a JSON schema. Raises InvalidGrammar."""
     check_schema(schema)
     return LLMatcher.grammar_from_json_schema(_json(schema), overrides={"whitespace_pattern": WHITESPACE})
 
@@ -43,11 +39,7 @@ def of_choice(choices: Sequence[str]) -> str:
 
 
 def of_grammar(text: str) -> str:
-    """Returns the grammar of a Lark text, or of llama.cpp's EBNF.
-
-    Raises:
-        InvalidGrammar
-    """
+    """Returns the grammar of a Lark text, or of llama.cpp's EBNF. Raises InvalidGrammar."""
     try:
         made = grammar_from("grammar", text)
     except (ValueError, AssertionError) as error:
@@ -58,10 +50,7 @@ def of_grammar(text: str) -> str:
 
 def of_tags(tags: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> str:
     """Returns a grammar of free text in which a trigger starts one of `tags`: its `begin`, JSON of its `schema`, its
-    `end`.
-
-    Raises:
-        InvalidGrammar
+    `end`. Raises InvalidGrammar.
     """
     made = []
     for i, tag in enumerate(tags):
@@ -77,10 +66,7 @@ def of_tags(tags: Sequence[Mapping[str, Any]], triggers: Sequence[str]) -> str:
 
 def of_calls(schemas: Mapping[str, Mapping[str, Any]], most: int | None) -> str:
     """Returns a grammar of a JSON list of {"name": ..., "arguments": ...}, by `schemas`. `most`: None: one or more
-    calls.
-
-    Raises:
-        InvalidGrammar
+    calls. Raises InvalidGrammar.
     """
     rules = ['start: "[" call (", " call)* "]"' if most is None else 'start: "[" call "]"']
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(schemas))))
@@ -114,8 +100,7 @@ def behind_channels(grammar: str, marks: Mapping[str, str | int]) -> str:
 def of_channel_call(schemas: Mapping[str, Mapping[str, Any]], marks: Mapping[str, str | int]) -> str:
     """Returns a grammar of one call in gpt-oss' form, with or without thoughts before. The call ends the answer.
 
-    Raises:
-        InvalidGrammar
+    Raises InvalidGrammar.
     """
     rules = ["start: thoughts? (" + " | ".join(f"call_{i}" for i in range(len(schemas))) + ")"]
     for i, (name, schema) in enumerate(schemas.items()):
@@ -154,11 +139,7 @@ def _named(grammar: str) -> dict[str, Any]:
 
 
 def check(grammar: str) -> None:
-    """Checks a grammar's syntax and size.
-
-    Raises:
-        InvalidGrammar
-    """
+    """Checks a grammar's syntax and size. Raises InvalidGrammar."""
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
     if failed:
         raise InvalidGrammar(" ".join(messages[0].split()))

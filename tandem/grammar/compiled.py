@@ -74,11 +74,7 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def compile(self, grammar: str) -> LLMatcher:
-        """Returns a compiled grammar, cached.
-
-        Raises:
-            InvalidGrammar
-        """
+        """Returns a compiled grammar, cached. Raises InvalidGrammar."""
         with self._lock:
             if (known := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
@@ -96,11 +92,7 @@ class Grammars:
         return made
 
     def start(self, grammar: str) -> Guide:
-        """Returns a guide at an answer's beginning.
-
-        Raises:
-            InvalidGrammar
-        """
+        """Returns a guide at an answer's beginning. Raises InvalidGrammar."""
         return Guide(self.compile(grammar).deep_copy())
 
 

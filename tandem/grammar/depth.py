@@ -24,11 +24,7 @@ _RULE = re.compile(r"^[ \t]*[?!]*([A-Za-z_]\w*)[^:\n|]*:", re.MULTILINE)
 
 
 def check_schema(schema: Any, place: str = "") -> None:
-    """Checks that a schema is not too deep.
-
-    Raises:
-        InvalidGrammar
-    """
+    """Checks that a schema is not too deep. Raises InvalidGrammar."""
     if max((depth for _, depth in _walked(schema)), default=0) > MAX_NESTING:
         raise InvalidGrammar(f"must not be nested deeper than {MAX_NESTING}", place)
     refers = {id(part): target for part, _ in _walked(schema) if (target := target_of(schema, part)) is not None}
@@ -45,11 +41,7 @@ def check_schema(schema: Any, place: str = "") -> None:
 
 
 def check_lark(grammar: str) -> None:
-    """Checks that a Lark grammar is not too deep.
-
-    Raises:
-        InvalidGrammar
-    """
+    """Checks that a Lark grammar is not too deep. Raises InvalidGrammar."""
     for text in _larks(grammar):
         for schema in _schemas(text):
             check_schema(schema)

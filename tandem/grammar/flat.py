@@ -62,11 +62,7 @@ Token = tuple[str, Any]
 
 
 def pattern_of(grammar: str) -> str:
-    """Returns the regular expression of a Lark grammar.
-
-    Raises:
-        InvalidGrammar
-    """
+    """Returns the regular expression of a Lark grammar. Raises InvalidGrammar."""
     return f"^(?:{_Flat(grammar).whole()})$"
 
 

@@ -56,8 +56,7 @@ async def report_page(settings: Mapping[str, object], cause: str) -> Death | Non
 async def end_lease_of_dead(registry: Registry, worker_id: str, is_gone: Callable[[str], bool]) -> bool:
     """Ends a worker's lease and all that depends on it if `is_gone(process)`. Returns True if a lease ended.
 
-    Raises:
-        RegistryUnavailable
+    Raises RegistryUnavailable.
     """
     gone = [w.info for w in await registry.workers() if w.info.worker_id == worker_id and is_gone(w.info.process)]
     for info in gone:

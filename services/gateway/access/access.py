@@ -42,10 +42,7 @@ class Caller:
         return self.models is None or model in self.models
 
     def check_manages(self) -> None:
-        """
-        Raises:
-            Forbidden
-        """
+        """Raises Forbidden."""
         if not self.manages_models:
             raise Forbidden("this API key may not manage this: its `manages_models` is not set")
 
@@ -57,10 +54,7 @@ class Access:
     """The keys of a file, which `run` follows."""
 
     def __init__(self, path: Path | None, share_prefixes: bool) -> None:
-        """
-        Raises:
-            OSError, ValueError: the file is missing or malformed.
-        """
+        """Raises OSError, ValueError: the file is missing or malformed."""
         self._path = path
         self._share_prefixes = share_prefixes
         self._content = path.read_bytes() if path else b""

@@ -67,8 +67,7 @@ class Allowances:
     async def one(self, client: Caller, tenant: str, request_id: str, seconds: float) -> AsyncIterator[dict[str, str]]:
         """Count a request without tokens while the block runs. Yields headers that report the tenant's limits.
 
-        Raises:
-            RateLimited
+        Raises RateLimited.
         """
         taken = await self.take(client, tenant, request_id, 0, 0, seconds)
         try:
@@ -90,10 +89,7 @@ class Allowances:
 
 
 def check_tier(tier: Tier, prompt_tokens: int, max_tokens: int | None, param: str) -> None:
-    """
-    Raises:
-        InvalidRequest: a prompt or an answer longer than the tier allows.
-    """
+    """Raises InvalidRequest: a prompt or an answer longer than the tier allows."""
     if tier.max_prompt_tokens is not None and prompt_tokens > tier.max_prompt_tokens:
         raise InvalidRequest(f"{param}: its tier allows {tier.max_prompt_tokens} tokens, got {prompt_tokens}", param)
     if tier.max_new_tokens is not None and (max_tokens or 0) > tier.max_new_tokens:

@@ -60,10 +60,7 @@ TIERS = {
 
 
 def priority_of(service_tier: str | None, priority: int | None) -> int:
-    """
-    Raises:
-        InvalidRequest: a priority that is no 32-bit integer, or one beside a tier.
-    """
+    """Raises InvalidRequest: a priority that is no 32-bit integer, or one beside a tier."""
     tier = service_tier if service_tier in TIERS else "auto"
     if priority is None:
         return TIERS[tier].priority

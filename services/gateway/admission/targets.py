@@ -36,10 +36,7 @@ NO_TARGETS = Targets()
 
 
 def targets_of(headers: Mapping[str, str], priority: int, settings: GatewaySettings, end_by: float = inf) -> Targets:
-    """
-    Raises:
-        InvalidRequest: a header is no number of milliseconds.
-    """
+    """Raises InvalidRequest: a header is no number of milliseconds."""
     kind = PriorityClass.of(priority)
     own = settings.classes[kind.label]
     ttft_s, itl_s = _seconds(headers, TTFT), _seconds(headers, TPOT)

@@ -25,10 +25,7 @@ class TextTurns:
 
     @asynccontextmanager
     async def turn(self, tenant: str, num_bytes: int, deadline: float) -> AsyncIterator[None]:
-        """
-        Raises:
-            GatewayError: as Admission.enter.
-        """
+        """Raises GatewayError: as Admission.enter."""
         work = Work(PriorityClass.INTERACTIVE, tenant, deadline, num_bytes, 1)
         try:
             await self.admission.enter(work)

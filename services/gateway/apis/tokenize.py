@@ -52,10 +52,7 @@ TOKENIZE, DETOKENIZE = TokenizeReader(), DetokenizeReader()
 
 
 async def tokenize(llm: LLM, body: Incoming[schema.TokenizeBody]) -> dict[str, Any]:
-    """
-    Raises:
-        GatewayError
-    """
+    """Raises GatewayError."""
     found, param = body.body, body.reader.param(body.body)
     text = await llm.text_of(body)
     if param == "prompt":
@@ -68,10 +65,7 @@ async def tokenize(llm: LLM, body: Incoming[schema.TokenizeBody]) -> dict[str, A
 
 
 async def detokenize(llm: LLM, body: Incoming[schema.DetokenizeBody]) -> dict[str, Any]:
-    """
-    Raises:
-        GatewayError
-    """
+    """Raises GatewayError."""
     (tokens,) = llm.prompts_in(body)
     assert not isinstance(tokens, str)
     llm.bounds.check_tokens(len(tokens), "tokens")

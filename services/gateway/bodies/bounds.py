@@ -29,8 +29,7 @@ class PromptBounds:
     def check_characters(self, length: int, param: str) -> None:
         """Refuse a text that is too long to be tokenized, which takes a second for each 500,000 characters.
 
-        Raises:
-            InvalidRequest
+        Raises InvalidRequest.
         """
         if length > self.characters:
             raise InvalidRequest(
@@ -39,18 +38,12 @@ class PromptBounds:
             )  # fmt: skip
 
     def check_choices(self, prompts: int, n: int) -> None:
-        """
-        Raises:
-            InvalidRequest: more answers in one request than the gateway allows.
-        """
+        """Raises InvalidRequest: more answers in one request than the gateway allows."""
         if prompts * n > self.prompts:
             raise InvalidRequest(f"n: at most {self.prompts} choices, got {prompts * n}", "n")
 
     def check_tokens(self, count: int, param: str) -> None:
-        """
-        Raises:
-            InvalidRequest
-        """
+        """Raises InvalidRequest."""
         if count > self.tokens:
             raise InvalidRequest(
                 f"this model's maximum context length is {self.tokens} tokens, but {param} has {count}",
@@ -58,20 +51,14 @@ class PromptBounds:
             )  # fmt: skip
 
     def check_ids(self, prompt: Sequence[int], param: str) -> None:
-        """
-        Raises:
-            InvalidRequest: a token of the prompt is not in the vocabulary.
-        """
+        """Raises InvalidRequest: a token of the prompt is not in the vocabulary."""
         try:
             check_token_ids(param, prompt, self.vocab_size)
         except InvalidParameter as error:
             raise InvalidRequest(str(error), param) from None
 
     def check_length(self, prompt: Sequence[int], max_tokens: int | None, param: str) -> None:
-        """
-        Raises:
-            InvalidRequest: the prompt is empty, or it and the answer do not fit the model's context.
-        """
+        """Raises InvalidRequest: the prompt is empty, or it and the answer do not fit the model's context."""
         if not prompt:
             raise InvalidRequest(f"{param} must not be empty", param)
         wanted = len(prompt) + (max_tokens or 1)
@@ -84,11 +71,7 @@ class PromptBounds:
 
 
 def truncated(prompt: Sequence[int], keep: int | None) -> Sequence[int]:
-    """Returns the last `keep` tokens; all of them where that is None.
-
-    Raises:
-        InvalidRequest
-    """
+    """Returns the last `keep` tokens; all of them where that is None. Raises InvalidRequest."""
     if keep is None:
         return prompt
     if not 1 <= keep <= MAX_KEPT:
@@ -109,10 +92,7 @@ def has_many(body: bytes) -> bool:
 
 
 def small(fields: bytes, prompt: str) -> bytes:
-    """
-    Raises:
-        InvalidRequest: the other fields are large, too.
-    """
+    """Raises InvalidRequest: the other fields are large, too."""
     if len(fields) > MOST_BESIDE or has_many(TEXT.sub(b"", fields)):
         said = f"besides {prompt} the body must not have more than {MOST_BESIDE} bytes or {MANY} values"
         raise InvalidRequest(said, code="body_too_large")

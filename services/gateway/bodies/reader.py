@@ -55,19 +55,11 @@ class BodyReader(ABC, Generic[B]):
 
     @abstractmethod
     def parse(self, data: bytes) -> B:
-        """Returns the body with its fields checked.
-
-        Raises:
-            InvalidRequest
-        """
+        """Returns the body with its fields checked. Raises InvalidRequest."""
 
     @abstractmethod
     def prompts(self, body: B, bounds: PromptBounds, template: ChatTemplate | None) -> ChatPrompt | Sequence[Prompt]:
-        """Returns the chat to answer, or the prompts to continue.
-
-        Raises:
-            InvalidRequest
-        """
+        """Returns the chat to answer, or the prompts to continue. Raises InvalidRequest."""
 
     @abstractmethod
     def dump(self, body: B) -> bytes:
@@ -82,18 +74,11 @@ class BodyReader(ABC, Generic[B]):
         """Returns the name of the field that has the prompts."""
 
     def reduce(self, data: bytes, bounds: PromptBounds, template: ChatTemplate | None) -> Reduced:
-        """Returns a large body as small fields and prompts within the model's bounds.
-
-        Raises:
-            InvalidRequest
-        """
+        """Returns a large body as small fields and prompts within the model's bounds. Raises InvalidRequest."""
         return self.reduced(self.parse(data), bounds, template)
 
     def reduced(self, body: B, bounds: PromptBounds, template: ChatTemplate | None) -> Reduced:
-        """
-        Raises:
-            InvalidRequest
-        """
+        """Raises InvalidRequest."""
         said, param = self.prompts(body, bounds, template), self.param(body)
         if isinstance(said, ChatPrompt):
             return Reduced(self.dump(body), [rendered(said, template, bounds)])
@@ -110,11 +95,7 @@ class Incoming(Generic[B]):
     reduced: Reduced | None = None
 
     def prompts(self, bounds: PromptBounds, template: ChatTemplate | None) -> ChatPrompt | Sequence[Prompt]:
-        """Returns the chat or prompts; a chat that a helper process has rendered is one text.
-
-        Raises:
-            InvalidRequest
-        """
+        """Returns the chat or prompts; a chat that a helper process has rendered is one text. Raises InvalidRequest."""
         if self.reduced is None:
             return self.reader.prompts(self.body, bounds, template)
         return [one if isinstance(one, str) else CheckedIds.of(one) for one in self.reduced.prompts]

@@ -51,11 +51,7 @@ class PreparedChat:
 
 
 async def prepare(llm: LLM, chat: ChatRequest, tenant: str) -> PreparedChat:
-    """Render and tokenize a chat, and check its sampling parameters.
-
-    Raises:
-        GatewayError
-    """
+    """Render and tokenize a chat, and check its sampling parameters. Raises GatewayError."""
     given = budget_of(chat.effort, llm.model) | dict(chat.given)
     text = chat.prompt if isinstance(chat.prompt, str) else await llm.render_chat(chat.prompt)
     reading = plan_reading(llm.model.thoughts, llm.model.calls, chat.use, text)

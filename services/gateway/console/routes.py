@@ -38,10 +38,7 @@ def add_console(app: FastAPI, access: Access, console: Console) -> None:
 
 
 def read_time(text: str) -> float:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     try:
         if isfinite(at := float(text)):
             return at

@@ -276,10 +276,7 @@ class ModelDirectory:
         return ModelNotFound(f"model {name!r} is not served here; {there}", "model", "model_not_found")
 
     async def load_adapter(self, name: str, path: str, base: str | None) -> None:
-        """
-        Raises:
-            GatewayError
-        """
+        """Raises GatewayError."""
         self.check_said(base, "base_model_name")
         if base is not None and base not in self.names:
             raise self.unknown(base)
@@ -289,25 +286,16 @@ class ModelDirectory:
         await self.adapters.load(name, path, model, taken, workers)
 
     async def unload_adapter(self, name: str) -> None:
-        """
-        Raises:
-            GatewayError
-        """
+        """Raises GatewayError."""
         await self.adapters.unload(name, [one for one in self.connections if one.connected])
 
     def check_said(self, name: str | None, param: str = "model") -> None:
-        """
-        Raises:
-            InvalidRequest: of several models none is named.
-        """
+        """Raises InvalidRequest: of several models none is named."""
         if len(self.names) > 1:
             self.check_named(name, param)
 
     def check_named(self, name: Any, param: str = "model") -> None:
-        """
-        Raises:
-            InvalidRequest: no model is named.
-        """
+        """Raises InvalidRequest: no model is named."""
         if name is None:
             raise InvalidRequest(f"{param} is required: one of {', '.join(self.names)}", param)
 

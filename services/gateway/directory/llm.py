@@ -77,10 +77,7 @@ class LLM:
         return sum(info.max_num_seqs for info in able)
 
     async def encode(self, text: str, param: str, add_special_tokens: bool = True) -> CheckedIds:
-        """
-        Raises:
-            InvalidRequest: the text is longer than any that fits the model's context.
-        """
+        """Raises InvalidRequest: the text is longer than any that fits the model's context."""
         self.bounds.check_characters(len(text), param)
         with _refused(param):
             return await self.model.tokenizer.encode(text, add_special_tokens)
@@ -109,10 +106,7 @@ class LLM:
         return [next(made) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     async def render_chat(self, chat: ChatPrompt) -> str:
-        """
-        Raises:
-            GatewayError: as `ModelHelper.render`.
-        """
+        """Raises GatewayError: as `ModelHelper.render`."""
         return await self.model.helper.render(self.model.chat_template, chat, self.bounds)
 
     @property
@@ -125,8 +119,7 @@ class LLM:
     ) -> SamplingParams:
         """Returns sampling parameters as `read_sampling` does, with the grammar of `structure`.
 
-        Raises:
-            InvalidRequest | Unavailable
+        Raises InvalidRequest | Unavailable.
         """
         found = await read_sampling(given, self.model, self.vocab_size, names)
         grammar = await self.shared.grammars.grammar_for(structure, caller)
@@ -135,44 +128,29 @@ class LLM:
     async def read(self, reader: BodyReader[B], data: bytes, owner: str) -> Incoming[B]:
         """Returns a body, read on the loop, or in the helper process if it is large. Owners take turns there.
 
-        Raises:
-            GatewayError
+        Raises GatewayError.
         """
         if not is_large(data):  # as nearly all are
             return Incoming(reader, reader.parse(data), owner)
         return await self.read_large(reader, data, owner)
 
     async def read_large(self, reader: BodyReader[B], data: bytes, owner: str) -> Incoming[B]:
-        """
-        Raises:
-            GatewayError
-        """
+        """Raises GatewayError."""
         reduced = await self.reduced(reader.reduce, data, owner)
         return Incoming(reader, reader.parse(reduced.fields), owner, reduced)
 
     async def reduced(self, reduce: Reduce, data: bytes, owner: str) -> Reduced:
-        """Returns a large body as the helper process reduces it.
-
-        Raises:
-            GatewayError
-        """
+        """Returns a large body as the helper process reduces it. Raises GatewayError."""
         return await self.shared.bodies.read(reduce, data, self.bounds, self.model.chat_template, caller=owner)
 
     def prompts_in(self, body: Incoming[Any]) -> Sequence[Prompt]:
-        """
-        Raises:
-            InvalidRequest
-        """
+        """Raises InvalidRequest."""
         said = body.prompts(self.bounds, self.model.chat_template)
         assert not isinstance(said, ChatPrompt)
         return said
 
     async def text_of(self, body: Incoming[Any]) -> str:
-        """Returns the text of a body's only prompt, rendered if it is a chat.
-
-        Raises:
-            GatewayError
-        """
+        """Returns the text of a body's only prompt, rendered if it is a chat. Raises GatewayError."""
         said = body.prompts(self.bounds, self.model.chat_template)
         if isinstance(said, ChatPrompt):
             return await self.render_chat(said)

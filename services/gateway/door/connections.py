@@ -171,10 +171,7 @@ class _Glance:
 
     @contextmanager
     def at(self, number: int) -> Iterator[socket.socket]:
-        """
-        Raises:
-            OSError | ValueError: it is no socket, or not open.
-        """
+        """Raises OSError | ValueError: it is no socket, or not open."""
         os.dup2(number, self._own, inheritable=False)
         try:
             connection = socket.socket(fileno=self._own)

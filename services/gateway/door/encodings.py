@@ -12,11 +12,7 @@ MOST_MEMBERS = 16  # each costs a copy of the members after it
 
 
 def is_compressed(said: str) -> bool:
-    """True if a content-encoding header names gzip.
-
-    Raises:
-        UnsupportedEncoding
-    """
+    """True if a content-encoding header names gzip. Raises UnsupportedEncoding."""
     encoding = said.strip().lower()
     if encoding in PLAIN:
         return False

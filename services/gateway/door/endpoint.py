@@ -83,11 +83,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     async def _serve(self, exchange: Exchange) -> None:
-        """Answer one request.
-
-        Raises:
-            GatewayError | ClientLeft
-        """
+        """Answer one request. Raises GatewayError | ClientLeft."""
 
 
 class AdminEndpoint(Endpoint):
@@ -177,10 +173,7 @@ class GenerateEndpoint(Endpoint):
             let_go(error)
 
     async def _begin(self, asked: _Asked, body: bytes) -> tuple[ParsedBody, Answer]:
-        """
-        Raises:
-            GatewayError
-        """
+        """Raises GatewayError."""
         llm = await asked.choose(body)
         found = await self._read(llm, await llm.read(self._reader, body, asked.owner), asked.check_turn)
         return found, llm.answer(asked.generation(found), found.param)
@@ -188,8 +181,7 @@ class GenerateEndpoint(Endpoint):
     async def _answered(self, exchange: Exchange, found: ParsedBody, answer: Answer, asked: _Asked) -> bool:
         """True unless the model lost its workers before anything was sent while another model of the alias has some.
 
-        Raises:
-            GatewayError
+        Raises GatewayError.
         """
         try:
             detach = found.detach and found.detach(exchange, found.framing(answer, int(self._wall())), answer)
@@ -268,10 +260,7 @@ class _Asked:
     """A request as its headers describe it: client, tenant, deadline; then the model that it is for."""
 
     def __init__(self, directory: ModelDirectory, exchange: Exchange) -> None:
-        """
-        Raises:
-            GatewayError
-        """
+        """Raises GatewayError."""
         self._directory, self._exchange, shared = directory, exchange, directory.shared
         self.client = shared.access.authenticate(exchange.headers)
         self.deadline = exchange.deadline(shared)
@@ -281,10 +270,7 @@ class _Asked:
         self._model: ServedModel | None = None
 
     async def choose(self, body: bytes) -> LLM:
-        """
-        Raises:
-            GatewayError
-        """
+        """Raises GatewayError."""
         if (only := self._directory.only_llm()) is not None:
             self._llm = only
             return only

@@ -288,10 +288,7 @@ def request_id_of(headers: Mapping[str, str], new_id: Callable[[], str]) -> str:
 
 
 def check_left(deadline: float) -> None:
-    """
-    Raises:
-        TimedOut
-    """
+    """Raises TimedOut."""
     if asyncio.get_running_loop().time() >= deadline:
         raise TimedOut("the request's deadline passed before it was begun")
 

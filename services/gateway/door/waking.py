@@ -22,10 +22,7 @@ class Waking:
         self._began = self._said_at = self._now()
 
     async def tell(self, streamed: bool, status: ModelStatus) -> None:
-        """
-        Raises:
-            ClientLeft
-        """
+        """Raises ClientLeft."""
         self._exchange.watch_left(after_s=0)
         if self._exchange.has_left:
             raise ClientLeft

@@ -122,10 +122,7 @@ class Answer:
         return {name: _header_value(value) for name, value in said.items() if value} | self._limit_headers
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """
-        Raises:
-            GatewayError
-        """
+        """Raises GatewayError."""
         self._running.add(self)
         now = asyncio.get_running_loop().time
         span = tracing.start_root(self._pipeline.cluster.spans, self.request)

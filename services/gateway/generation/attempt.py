@@ -93,10 +93,7 @@ class Attempt:
     async def tokens(self, exclude: Collection[str]) -> AsyncGenerator[Tokens, None]:
         """Yields new tokens that the choice has not taken on delivery; an empty piece where it has no room for more.
 
-        Ends once the choice's finish_reason is set.
-
-        Raises:
-            GatewayError
+        Ends once the choice's finish_reason is set. Raises GatewayError.
         """
         route, choice = await self._choose(exclude), self._choice
         decode = self._use(route.decode.info)

@@ -30,10 +30,7 @@ class EmbeddingAttempt(Attempt):
         return self.lost_incarnations(error) if error.ended else set()
 
     async def tokens(self, exclude: Collection[str]) -> AsyncGenerator[Tokens, None]:
-        """
-        Raises:
-            GatewayError
-        """
+        """Raises GatewayError."""
         prefill, choice = self._use(self._least_busy(exclude).info), self._choice
         choice.path = llm_pb2.Path(prefill_worker=prefill.info.worker_id, reason="embedding", migrated=choice.migrated)
         choice.revision = prefill.info.revision

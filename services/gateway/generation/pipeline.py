@@ -53,8 +53,7 @@ class Pipeline:
     def check_turn(self, priority: int, tenant: str, deadline: float, max_tokens: int | None, targets: Targets) -> None:
         """Refuse, before tokenizing its prompt, a request whose answer would come too late even after a short prompt.
 
-        Raises:
-            Overloaded
+        Raises Overloaded.
         """
         kind = PriorityClass.of(priority)
         try:

@@ -149,10 +149,7 @@ async def read_sampling(
 
 
 async def _spellings(words: Sequence[str], model: ServedModel) -> Sequence[tuple[int, ...]]:
-    """
-    Raises:
-        InvalidRequest: the model's tokenizer cannot read one of the words.
-    """
+    """Raises InvalidRequest: the model's tokenizer cannot read one of the words."""
     try:
         return await model.tokenizer.spellings(words) if words else ()
     except UnreadText as error:
@@ -160,10 +157,7 @@ async def _spellings(words: Sequence[str], model: ServedModel) -> Sequence[tuple
 
 
 def read_speculative(method: str, num_tokens: int | None) -> Speculative:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     speculative = Speculative(method, Speculative.num_tokens if num_tokens is None else num_tokens)
     try:
         speculative.check()
@@ -173,10 +167,7 @@ def read_speculative(method: str, num_tokens: int | None) -> Speculative:
 
 
 def check_salt(salt: str) -> str:
-    """
-    Raises:
-        InvalidRequest: the salt is too long.
-    """
+    """Raises InvalidRequest: the salt is too long."""
     if len(salt) > MAX_SALT_LENGTH:
         raise InvalidRequest(
             f"cache_salt must have at most {MAX_SALT_LENGTH} characters, got {len(salt)}", "cache_salt"

@@ -33,8 +33,7 @@ class SharedPrompt:
     async def holder(self, deadline: float) -> str:
         """Returns the incarnation of the decode worker that holds the prompt's KV; "" if none is known.
 
-        Raises:
-            TimedOut
+        Raises TimedOut.
         """
         try:
             async with asyncio.timeout_at(deadline):

@@ -77,11 +77,7 @@ def _called(kind: str, use: ToolUse, schemas: Schemas, **more: Any) -> Structure
 
 
 def read_structure(said: Mapping[str, Any], param: str) -> Structure:
-    """Returns the one structure that an object of `structured_outputs` names.
-
-    Raises:
-        InvalidRequest
-    """
+    """Returns the one structure that an object of `structured_outputs` names. Raises InvalidRequest."""
     kinds = [name for name, value in said.items() if value is not None]
     if len(kinds) != 1 or kinds[0] not in KINDS:
         raise InvalidRequest(f"{param} must have exactly one of {', '.join(KINDS)}", param)

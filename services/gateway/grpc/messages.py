@@ -36,10 +36,7 @@ def structure_of(said: llm_pb2.StructuredOutputs) -> Structure | None:
 
 
 def tools_of(request: llm_pb2.GenerateRequest) -> ToolUse | None:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     if not request.tools and not request.HasField("tool_choice"):
         return None
     if request.WhichOneof("input") != "messages":
@@ -59,10 +56,7 @@ def options_of(said: llm_pb2.ChatMessages, use: ToolUse | None) -> TemplateOptio
 
 
 def messages_of(said: llm_pb2.ChatMessages) -> list[Mapping[str, Any]]:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     if not said.messages:
         raise InvalidRequest("messages must not be empty", "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(said.messages)]

@@ -75,7 +75,7 @@ class GenerateReader(BodyReader[llm_pb2.GenerateRequest]):
         return body.WhichOneof("input") or "prompt"
 
     def dump(self, body: llm_pb2.GenerateRequest) -> bytes:
-        """Returns the request without its prompt, with the field that had it still set."""
+        """Returns the request with its prompt emptied; the field that had the prompt is still the one that is set."""
         match body.WhichOneof("input"):
             case "prompt":
                 body.prompt = ""
@@ -121,10 +121,7 @@ STREAMED, UNARY = GenerateReader(within=False), GenerateReader(within=True)
 
 
 def chat_in(request: llm_pb2.GenerateRequest, use: ToolUse | None) -> ChatPrompt:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     return ChatPrompt(messages_of(request.messages), options_of(request.messages, use))
 
 

@@ -154,10 +154,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
             raise _refused(error, context, {}) from None
 
     async def _found(self, request: llm_pb2.GenerateRequest, context: Context, head: _Head) -> LLM:
-        """
-        Raises:
-            GatewayError
-        """
+        """Raises GatewayError."""
         client = self._shared.access.authenticate(_metadata(context))
         own = _metadata(context).get(SESSION, "") or request.tenant
 
@@ -170,10 +167,7 @@ class LLMService(llm_pb2_grpc.LLMServiceServicer):
     async def _reduced(
         self, data: bytes, context: Context, head: _Head, within: bool
     ) -> tuple[LLM, Incoming[llm_pb2.GenerateRequest]]:
-        """
-        Raises:
-            GatewayError
-        """
+        """Raises GatewayError."""
         metadata = _metadata(context)
         client = self._shared.access.authenticate(metadata)
         tenant = self._shared.access.tenant(client, metadata, "", "tenant")  # the message may name another tenant
@@ -252,10 +246,7 @@ async def _prepared(
 
 
 def _priority_of(request: llm_pb2.GenerateRequest) -> int:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     if request.priority not in PRIORITIES:
         raise InvalidRequest(f"priority: {request.priority} is unknown", "priority")
     return PRIORITIES[request.priority].priority
@@ -355,11 +346,7 @@ class _Head:
 
 
 def _left(context: Context) -> float | None:
-    """Returns the seconds left of the call's deadline; None without one.
-
-    Raises:
-        TimedOut
-    """
+    """Returns the seconds left of the call's deadline; None without one. Raises TimedOut."""
     left: float | None = context.time_remaining()
     if left is not None and left <= 0:
         raise TimedOut("the request's deadline passed on its way")

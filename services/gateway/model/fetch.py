@@ -62,10 +62,7 @@ class ModelFolders:
 
 
 async def gathered(parts: AsyncIterator[worker_pb2.ReadModelFilesResponse]) -> dict[str, bytes]:
-    """
-    Raises:
-        ValueError: an unexpected file, or too many bytes.
-    """
+    """Raises ValueError: an unexpected file, or too many bytes."""
     files: dict[str, bytearray] = {}
     name, left = "", MAX_TEXT_BYTES
     async for part in parts:

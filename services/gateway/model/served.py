@@ -95,10 +95,7 @@ class ServedModel:
 
 
 def _defaults(file: Path) -> dict[str, float]:
-    """
-    Raises:
-        ValueError: a default that cannot be served.
-    """
+    """Raises ValueError: a default that cannot be served."""
     said: dict[str, float] = read_file(GenerationFile, file).model_dump(exclude_none=True)
     found = {name: said[name] for name in OF_MODEL if name in said}
     if "max_new_tokens" in said:

@@ -14,11 +14,7 @@ KEY = '"input"'
 
 
 def text_function(said: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the description, parameters and `strict` of a custom tool's function.
-
-    Raises:
-        InvalidRequest
-    """
+    """Returns the description, parameters and `strict` of a custom tool's function. Raises InvalidRequest."""
     text: dict[str, Any] = {"type": "string"}
     strict = None
     description = said.get("description") or ""

@@ -63,11 +63,7 @@ class _Tool:
 
 
 def read_tools(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) -> ToolUse | None:
-    """Returns the tools of a request; None if none may be called.
-
-    Raises:
-        InvalidRequest
-    """
+    """Returns the tools of a request; None if none may be called. Raises InvalidRequest."""
     asked = _choice(choice)
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -98,8 +94,7 @@ def read_tools(tools: Sequence[Any] | None, choice: Any, parallel: bool | None) 
 def read_call(call: Any, param: str) -> Mapping[str, Any]:
     """Returns a call of an earlier answer with arguments as an object, as templates want them.
 
-    Raises:
-        InvalidRequest
+    Raises InvalidRequest.
     """
     custom = isinstance(call, Mapping) and call.get("type") == "custom"
     where = f"{param}.custom" if custom else f"{param}.function"
@@ -120,8 +115,7 @@ def read_call(call: Any, param: str) -> Mapping[str, Any]:
 def past_arguments(said: Any, param: str) -> Mapping[str, Any]:
     """Returns the arguments of an earlier call; malformed ones as the text that the model wrote.
 
-    Raises:
-        InvalidRequest
+    Raises InvalidRequest.
     """
     if not said or isinstance(said, Mapping):
         return said or {}

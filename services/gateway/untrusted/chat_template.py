@@ -68,10 +68,7 @@ class ChatTemplate:
 
     @cached_property
     def facts(self) -> TemplateFacts:
-        """
-        Raises:
-            ValueError: the template cannot be compiled.
-        """
+        """Raises ValueError: the template cannot be compiled."""
         self._compiled  # noqa: B018
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str | None:

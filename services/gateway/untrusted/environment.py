@@ -21,10 +21,7 @@ from jinja2.utils import Namespace
 
 
 def compiled(source: str, now: Callable[[], datetime]) -> Template:
-    """
-    Raises:
-        TemplateError: a syntax error; hostile templates may raise any other.
-    """
+    """Raises TemplateError: a syntax error; hostile templates may raise any other."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )

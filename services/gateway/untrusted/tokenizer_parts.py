@@ -124,10 +124,7 @@ def _loaded(data: bytes, path: str) -> tokenizers.Tokenizer:
 
 
 def _apart(said: dict[str, Any]) -> TokenizerParts:
-    """
-    Raises:
-        Exception: it has another structure than expected.
-    """
+    """Raises Exception: it has another structure than expected."""
     model, added = said["model"], {one["content"]: one["id"] for one in said["added_tokens"]}
     options = {name: model[name] for name in OPTIONS[model["type"]] if model.get(name) is not None}
     if model["type"] == "Unigram":

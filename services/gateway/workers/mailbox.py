@@ -104,8 +104,7 @@ class Mailbox:
     async def answered(self, reply: asyncio.Future[Any]) -> Any:
         """Returns a worker's reply, unless the sequence fails first, by its deadline or the decode worker's death.
 
-        Raises:
-            GatewayError
+        Raises GatewayError.
         """
         reply.add_done_callback(self._wake)
         while not reply.done() and self.error is None:

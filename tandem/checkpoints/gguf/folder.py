@@ -34,7 +34,7 @@ SUFFIX = ".gguf"
 WEIGHTS_FILE, TENSORS_FILE = "model.gguf", "tensors.json"
 TYPES = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
 MOST_FREQUENCY_BYTES = 2**16
-_VERSION = b"3"  # the version of the written folder
+_VERSION = b"3"  # format of the folders that are written
 
 
 def folder_of(file: Path, cache: Path | None = None) -> Path:

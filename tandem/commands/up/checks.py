@@ -13,10 +13,7 @@ from tandem.security import check_exposed
 
 
 def check(settings: UpSettings, cluster: Cluster) -> None:
-    """
-    Raises:
-        ValueError: what is wrong.
-    """
+    """Raises ValueError: what is wrong."""
     for model in cluster.models:
         _check_model(settings, cluster, model)
     if settings.file is not None:

@@ -128,10 +128,7 @@ class EnginePort(ABC):
 
     async def call(self, fn: Callable[[Engine], T]) -> T:
         """Runs `fn` before the engine's next step; returns or raises what `fn` does. `fn` does not run if the caller is
-        cancelled before its turn.
-
-        Raises:
-            EngineDied
+        cancelled before its turn. Raises EngineDied.
         """
         answer: Future[T] = Future()
 
@@ -154,8 +151,7 @@ class EnginePort(ABC):
     async def prepare(self, request: Request, timeout_s: float) -> None:
         """Compiles the request's grammar and reads its adapter beside the engine's steps, unless they are cached.
 
-        Raises:
-            SequenceFailed
+        Raises SequenceFailed.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -178,11 +174,7 @@ class EnginePort(ABC):
             self.engine.grammars.compile(request.sampling.grammar)
 
     async def read_adapter(self, name: str, path: str) -> AdapterRef:
-        """Reads a LoRA adapter into memory.
-
-        Raises:
-            SequenceFailed
-        """
+        """Reads a LoRA adapter into memory. Raises SequenceFailed."""
         try:
             return await self._reading.run(self._adapters().read, name, path)
         except ValueError as error:

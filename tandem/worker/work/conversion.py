@@ -22,11 +22,7 @@ FINISH_REASONS = {
 
 
 def request_of(spec: worker_pb2.SequenceSpec) -> Request:
-    """Returns the engine's request.
-
-    Raises:
-        SequenceFailed
-    """
+    """Returns the engine's request. Raises SequenceFailed."""
     if len(spec.cache_salt) > MAX_SALT_LENGTH:
         said = f"cache_salt: must have at most {MAX_SALT_LENGTH} characters, got {len(spec.cache_salt)}"
         raise SequenceFailed("INVALID_ARGUMENT", said)

@@ -28,10 +28,7 @@ class SettingsEndpoint(Endpoint):
         await exchange.json(200, self._running.report(), {})
 
     def _set(self, body: bytes, by: str) -> None:
-        """
-        Raises:
-            InvalidRequest
-        """
+        """Raises InvalidRequest."""
         try:
             said: Any = json.loads(body)
             if not isinstance(said, dict) or said.keys() != {"settings", "ttl_s"}:

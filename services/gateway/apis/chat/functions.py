@@ -12,10 +12,7 @@ from services.gateway.errors import InvalidRequest
 
 
 def with_tools(said: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     if not any(message.function_call or message.role == "function" for message in said):
         return said
     made: list[ChatMessage] = []

@@ -45,10 +45,7 @@ CHAT = ChatReader()
 
 
 async def read_chat(llm: LLM, incoming: Incoming[schema.ChatBody], check_turn: CheckTurn) -> ParsedBody:
-    """
-    Raises:
-        GatewayError
-    """
+    """Raises GatewayError."""
     body, given = incoming.body, schema.given_in(incoming.body, schema.ChatBody)
     if body.max_completion_tokens is not None:
         given["max_tokens"] = body.max_completion_tokens
@@ -94,10 +91,7 @@ def _format(llm: LLM, body: schema.ChatBody, reading: ReadingPlan | None) -> Cha
 
 
 def chat_in(body: schema.ChatBody | schema.TokenizeBody, use: ToolUse | None) -> ChatPrompt:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     opened = body.add_generation_prompt
     options = TemplateOptions(
         add_generation_prompt=not body.continue_final_message if opened is None else opened,
@@ -109,10 +103,7 @@ def chat_in(body: schema.ChatBody | schema.TokenizeBody, use: ToolUse | None) ->
 
 
 def read_messages(said: Sequence[schema.ChatMessage]) -> list[Mapping[str, Any]]:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     if not said:
         raise InvalidRequest("messages must not be empty", "messages")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(with_tools(said))]

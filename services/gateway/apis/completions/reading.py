@@ -40,10 +40,7 @@ COMPLETION = CompletionReader()
 
 
 async def read_completion(llm: LLM, body: Incoming[schema.CompletionBody], check_turn: CheckTurn) -> ParsedBody:
-    """
-    Raises:
-        GatewayError
-    """
+    """Raises GatewayError."""
     found, given = body.body, schema.given_in(body.body, schema.CompletionBody)
     given.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
     caller = check_turn(terms := schema.terms_of(found), given["max_tokens"])
@@ -88,20 +85,12 @@ def _choices(body: schema.CompletionBody) -> int:
 
 
 def cut(prompts: Sequence[Prompt], keep: int | None) -> Sequence[Prompt]:
-    """Returns token ids truncated; texts unchanged, as their tokens are not known yet.
-
-    Raises:
-        InvalidRequest
-    """
+    """Returns token ids truncated; texts unchanged, as their tokens are not known yet. Raises InvalidRequest."""
     return [prompt if isinstance(prompt, str) else truncated(prompt, keep) for prompt in prompts]
 
 
 def prompts_of(prompt: Any, param: str = "prompt") -> Sequence[Prompt]:
-    """Returns the prompts of a field that has one or several, each text or token ids.
-
-    Raises:
-        InvalidRequest
-    """
+    """Returns the prompts of a field that has one or several, each text or token ids. Raises InvalidRequest."""
     if isinstance(prompt, str) or _is_ids(prompt):
         return [prompt]
     if not isinstance(prompt, list):

@@ -44,10 +44,7 @@ EMBEDDING = EmbeddingReader()
 
 
 async def read_embeddings(llm: LLM, body: Incoming[schema.EmbeddingBody], check_turn: CheckTurn) -> ParsedBody:
-    """
-    Raises:
-        GatewayError
-    """
+    """Raises GatewayError."""
     found, terms = body.body, schema.terms_of(body.body)
     asked = Pooled(terms, check_turn(terms, 0), found.truncate_prompt_tokens, found.dimensions or 0)
     return await asked.parsed(llm, llm.prompts_in(body), "input", partial(EmbeddingFrame, found))
@@ -65,11 +62,7 @@ class Pooled:
     async def parsed(
         self, llm: LLM, said: Sequence[Prompt], param: str, frame: Callable[[ParsedBody, Answer, int], Framing]
     ) -> ParsedBody:
-        """Returns the request for a vector of each of `said`.
-
-        Raises:
-            GatewayError
-        """
+        """Returns the request for a vector of each of `said`. Raises GatewayError."""
         prompts = [truncated(prompt, self.keep_last) for prompt in await llm.encode_each(said, param)]
         given = {"max_tokens": 1}  # not shown to clients
         return ParsedBody(
@@ -85,10 +78,7 @@ class Pooled:
 
 
 def _check(body: schema.EmbeddingBody) -> None:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     if body.encoding_format not in (None, *ENCODINGS):
         said = f"encoding_format must be {' or '.join(ENCODINGS)}, got {body.encoding_format!r}"
         raise InvalidRequest(said, "encoding_format")
@@ -98,20 +88,14 @@ def _check(body: schema.EmbeddingBody) -> None:
 
 
 def refuse_answers(body: schema.GenerationBody) -> None:
-    """
-    Raises:
-        InvalidRequest: a field is about generated answers, of which there are none here.
-    """
+    """Raises InvalidRequest: a field is about generated answers, of which there are none here."""
     for name in schema.OF_ANSWERS:
         if getattr(body, name) not in (None, False):
             raise InvalidRequest(f"{name} is of answers, and none is written here", name)
 
 
 def check_count(count: int, bounds: PromptBounds, param: str) -> None:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     if count > bounds.prompts:
         raise InvalidRequest(f"{param}: at most {bounds.prompts} texts, got {count}", param)
 

@@ -69,20 +69,14 @@ SCORE, RERANK = ScoreReader(), RerankReader()
 
 
 async def read_score(llm: LLM, body: Incoming[schema.ScoreBody], check_turn: CheckTurn) -> ParsedBody:
-    """
-    Raises:
-        GatewayError
-    """
+    """Raises GatewayError."""
     found, terms = body.body, schema.terms_of(body.body)
     asked = Pooled(terms, check_turn(terms, 0), found.truncate_prompt_tokens)
     return await asked.parsed(llm, llm.prompts_in(body), "text_2", partial(ScoreFrame, found))
 
 
 async def read_rerank(llm: LLM, body: Incoming[schema.RerankBody], check_turn: CheckTurn) -> ParsedBody:
-    """
-    Raises:
-        GatewayError
-    """
+    """Raises GatewayError."""
     found, terms = body.body, schema.terms_of(body.body)
     asked = Pooled(terms, check_turn(terms, 0), found.truncate_prompt_tokens)
     said = llm.prompts_in(body)

@@ -23,8 +23,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def prompt_of(body: CountTokensBody, template: ChatTemplate | None, use: ToolUse | None) -> ChatPrompt:
     """Returns the turns for the template. A last one of the assistant is the beginning of the answer.
 
-    Raises:
-        InvalidRequest
+    Raises InvalidRequest.
     """
     turns, thinks = turns_of(body, template), thinks_in(body)
     continues = turns[-1].role == "assistant"
@@ -34,10 +33,7 @@ def prompt_of(body: CountTokensBody, template: ChatTemplate | None, use: ToolUse
 
 
 def use_of(body: CountTokensBody) -> ToolUse | None:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     functions = functions_of(offered(body))
     if (choice := body.tool_choice) is None:
         return read_tools(functions, None, None)
@@ -59,8 +55,7 @@ def effort_of(body: CountTokensBody) -> str | None:
 def format_of(body: CountTokensBody) -> Structure | None:
     """Returns the form of `output_config.format`, or of `output_format` as an older beta has it.
 
-    Raises:
-        InvalidRequest
+    Raises InvalidRequest.
     """
     inner = body.output_config.format if body.output_config else None
     said, where = (inner, "output_config.format") if inner is not None else (body.output_format, "output_format")

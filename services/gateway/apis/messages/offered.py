@@ -30,10 +30,7 @@ def offered(body: CountTokensBody) -> list[tuple[int, ToolParam]]:
 
 
 def functions_of(tools: Sequence[tuple[int, ToolParam]]) -> list[dict[str, Any]]:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     return [_function(tool, f"tools[{i}]") for i, tool in tools]
 
 

@@ -65,10 +65,7 @@ MESSAGES, COUNTED = MessagesReader(MessagesBody), MessagesReader(CountTokensBody
 
 
 async def read_messages_body(llm: LLM, body: Incoming[MessagesBody], check_turn: CheckTurn) -> ParsedBody:
-    """
-    Raises:
-        GatewayError
-    """
+    """Raises GatewayError."""
     found, terms = body.body, Terms(body.body.model, streamed=bool(body.body.stream))
     with named_as(OWN):
         tenant = check_turn(terms, found.max_tokens)
@@ -96,10 +93,7 @@ async def read_messages_body(llm: LLM, body: Incoming[MessagesBody], check_turn:
 
 
 async def count_tokens(llm: LLM, body: Incoming[CountTokensBody]) -> dict[str, Any]:
-    """
-    Raises:
-        GatewayError
-    """
+    """Raises GatewayError."""
     text = await llm.text_of(body)
     return {"input_tokens": len(await llm.encode_chat(text, llm.shared.access.cache_salt(body.owner, "")))}
 

@@ -77,10 +77,7 @@ class MessagesBody(CountTokensBody, HeldBody):
 
 
 def check_extras(body: CountTokensBody) -> None:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     choice = body.tool_choice
     if choice is not None and (choice.name is None) == (choice.type == "tool"):
         raise InvalidRequest("tool_choice.name goes with type tool, and with no other", "tool_choice.name")

@@ -26,11 +26,7 @@ CALL_ID = "toolu_"
 
 
 def turns_of(body: CountTokensBody, template: ChatTemplate | None) -> MergedTurns:
-    """Returns the turns of a body, those of the system as the template takes them.
-
-    Raises:
-        InvalidRequest
-    """
+    """Returns the turns of a body, those of the system as the template takes them. Raises InvalidRequest."""
     if not body.messages:
         raise InvalidRequest("messages must not be empty", "messages")
     system = [text] if body.system and (text := text_of(body.system, "system")) else []
@@ -51,10 +47,7 @@ def turns_of(body: CountTokensBody, template: ChatTemplate | None) -> MergedTurn
 
 
 def text_of(content: str | Sequence[Any], param: str) -> str:
-    """
-    Raises:
-        InvalidRequest: a block has no text.
-    """
+    """Raises InvalidRequest: a block has no text."""
     if isinstance(content, str):
         return content
     texts = [_text(block, f"{param}[{i}]") for i, block in enumerate(content)]

@@ -233,10 +233,7 @@ def _bounded(kind: Any) -> Any:
 
 
 def validated(schema: type[M], body: bytes) -> M:
-    """
-    Raises:
-        InvalidRequest: naming the first field that is wrong.
-    """
+    """Raises InvalidRequest: naming the first field that is wrong."""
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:

@@ -69,8 +69,7 @@ def _whole(found: ResponseBody, items: bytes) -> bytes:
 def rendered_fitting(found: ResponseBody, render: Callable[[], T]) -> T:
     """Returns `render()`, dropping the body's oldest items while it has too many characters. Runs in a helper process.
 
-    Raises:
-        InvalidRequest
+    Raises InvalidRequest.
     """
     while True:
         try:

@@ -79,10 +79,7 @@ RESPONSE = ResponseReader()
 
 
 async def read_response(llm: LLM, body: Incoming[ResponseBody], check_turn: CheckTurn) -> ParsedBody:
-    """
-    Raises:
-        GatewayError
-    """
+    """Raises GatewayError."""
     said = body.body
     whole, keeping = await _with_recalled(llm, body)
     box = read_toolbox(whole.body.tools or (), whole.body.tool_choice)
@@ -109,11 +106,7 @@ async def read_response(llm: LLM, body: Incoming[ResponseBody], check_turn: Chec
 
 
 async def count_input(llm: LLM, body: Incoming[ResponseBody]) -> dict[str, Any]:
-    """Returns how many tokens a response to this body would read.
-
-    Raises:
-        GatewayError
-    """
+    """Returns how many tokens a response to this body would read. Raises GatewayError."""
     whole, _ = await _with_recalled(llm, body)
     with named_as(OWN):
         text = await llm.text_of(whole)
@@ -158,11 +151,7 @@ async def _prepared(
 
 
 def _echo(body: ResponseBody, box: Toolbox, sampling: SamplingParams) -> dict[str, Any]:
-    """Returns the request's fields that a response repeats, as they were served.
-
-    Raises:
-        InvalidRequest
-    """
+    """Returns the request's fields that a response repeats, as they were served. Raises InvalidRequest."""
     echo: dict[str, Any] = {
         "background": bool(body.background), "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens, "max_tool_calls": body.max_tool_calls,

@@ -75,10 +75,7 @@ class ItemsBody(Body):
 
 
 def read_body(body: bytes) -> ResponseBody:
-    """
-    Raises:
-        InvalidRequest: naming the first wrong field.
-    """
+    """Raises InvalidRequest: naming the first wrong field."""
     found: ResponseBody = validated(with_sampling(ResponseBody), body)
     if found.prompt is not None:
         raise _unsupported("prompt", "this server keeps no prompts")
@@ -117,10 +114,7 @@ def _unsupported(param: str, why: str) -> InvalidRequest:
 
 
 def check_metadata(metadata: dict[str, str]) -> None:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     if len(metadata) > MAX_METADATA:
         raise InvalidRequest(f"metadata: at most {MAX_METADATA} entries, got {len(metadata)}", "metadata")
     for key, value in metadata.items():

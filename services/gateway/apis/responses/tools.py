@@ -60,10 +60,7 @@ def chat_name(name: str, namespace: str | None) -> str:
 
 
 def read_toolbox(said: Sequence[Any], choice: Any) -> Toolbox:
-    """
-    Raises:
-        InvalidRequest
-    """
+    """Raises InvalidRequest."""
     tools: dict[str, Tool] = {}
     own, hosted = [], []
     for i, one in enumerate(said):

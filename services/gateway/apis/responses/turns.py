@@ -55,11 +55,7 @@ class ItemTurns:
 
 
 def messages_of(body: ResponseBody) -> list[Mapping[str, Any]]:
-    """Returns the messages of the chat that a response continues.
-
-    Raises:
-        InvalidRequest
-    """
+    """Returns the messages of the chat that a response continues. Raises InvalidRequest."""
     made = ItemTurns()
     if body.instructions:
         made.say("system", body.instructions)

@@ -25,10 +25,7 @@ class Convictions:
             del self._kept[next(iter(self._kept))]
 
     def check(self, sequence: worker_pb2.SequenceSpec) -> None:
-        """
-        Raises:
-            Poison
-        """
+        """Raises Poison."""
         now = asyncio.get_running_loop().time()
         while self._kept and (oldest := next(iter(self._kept.items())))[1][0] <= now:
             del self._kept[oldest[0]]

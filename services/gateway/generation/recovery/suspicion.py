@@ -114,11 +114,7 @@ class Suspicion:
         self._losses: dict[str, Loss] = {}
 
     async def lost(self, incarnations: Collection[str], num_written: int, deadline: float) -> None:
-        """Note lost workers, and wait until the choice may resume.
-
-        Raises:
-            Poison
-        """
+        """Note lost workers, and wait until the choice may resume. Raises Poison."""
         self._forget(num_written)
         self._losses |= {incarnation: Loss(num_written) for incarnation in incarnations}
         for incarnation in incarnations:

@@ -93,10 +93,7 @@ def calls_of(text: str) -> list[Call] | None:
 
 
 def _call(node: ast.expr) -> Call:
-    """
-    Raises:
-        ValueError: the node is no call, or has arguments other than named literals.
-    """
+    """Raises ValueError: the node is no call, or has arguments other than named literals."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with named arguments")
     arguments = {}

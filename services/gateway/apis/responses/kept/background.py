@@ -136,11 +136,7 @@ def split(events: bytes) -> list[bytes]:
 
 
 async def current(kept: Kept, response_id: str) -> dict[str, Any]:
-    """Returns the response as it is now; failed if its gateway is gone.
-
-    Raises:
-        NotKept | Unavailable
-    """
+    """Returns the response as it is now; failed if its gateway is gone. Raises NotKept | Unavailable."""
     found: dict[str, Any] = orjson.loads(await kept.response(response_id))
     if found["status"] not in RUNNING or await kept.is_alive(response_id):
         return found
@@ -172,11 +168,7 @@ async def _ended(kept: Kept, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def send_events(exchange: Exchange, kept: Kept, response_id: str, after: int) -> None:
-    """Send the events after number `after` as they come.
-
-    Raises:
-        GatewayError
-    """
+    """Send the events after number `after` as they come. Raises GatewayError."""
     await kept.response(response_id)
     await exchange.open({}, _error_event)
     async for event in _events(kept, response_id, after):

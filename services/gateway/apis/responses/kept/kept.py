@@ -40,28 +40,17 @@ class Kept:
         self._of = blake2b(owner.encode(errors="replace"), digest_size=12).hexdigest()
 
     async def response(self, response_id: str) -> bytes:
-        """
-        Raises:
-            NotKept | Unavailable
-        """
+        """Raises NotKept | Unavailable."""
         (found,) = await self._fields(_checked(RESPONSE, response_id), "response")
         return found
 
     async def items_of(self, response_id: str) -> bytes:
-        """Returns the JSON list of the items that a response answered.
-
-        Raises:
-            NotKept | Unavailable
-        """
+        """Returns the JSON list of the items that a response answered. Raises NotKept | Unavailable."""
         (found,) = await self._fields(_checked(RESPONSE, response_id), "items")
         return found
 
     async def behind(self, response_id: str) -> bytes:
-        """Returns the JSON list of items that a next response continues.
-
-        Raises:
-            InvalidRequest | Unavailable
-        """
+        """Returns the JSON list of items that a next response continues. Raises InvalidRequest | Unavailable."""
         try:
             return joined_lists(await self._fields(_checked(RESPONSE, response_id), "items", "output"))
         except NotKept as error:
@@ -69,10 +58,7 @@ class Kept:
             raise InvalidRequest(f"{param}: {error.message}", param, "previous_response_not_found") from None
 
     async def item(self, item_id: str) -> bytes:
-        """
-        Raises:
-            NotKept | Unavailable
-        """
+        """Raises NotKept | Unavailable."""
         (found,) = await self._fields(_checked(ITEM, item_id), "item")
         return found
 
@@ -92,21 +78,14 @@ class Kept:
         return True
 
     async def forget(self, response_id: str) -> None:
-        """Delete a response with the items of its output.
-
-        Raises:
-            NotKept | Unavailable
-        """
+        """Delete a response with the items of its output. Raises NotKept | Unavailable."""
         (output,) = await self._fields(_checked(RESPONSE, response_id), "output")
         await self.cancel(response_id)  # if it is still being generated
         items = (item["id"] for item in orjson.loads(output))
         await self._delete(response_id, f"{response_id}:events", *items)
 
     async def forget_conversation(self, conversation_id: str) -> None:
-        """
-        Raises:
-            NotKept | Unavailable
-        """
+        """Raises NotKept | Unavailable."""
         await self._delete(_checked(CONVERSATION, conversation_id))
 
     async def _delete(self, *names: str) -> None:
@@ -115,44 +94,27 @@ class Kept:
                 raise NotKept(names[0])
 
     async def beat(self, response_id: str, events: Sequence[bytes], ttl_s: int) -> None:
-        """Mark a background response as alive, and append new events.
-
-        Raises:
-            Unavailable
-        """
+        """Mark a background response as alive, and append new events. Raises Unavailable."""
         with _reached():
             await self._store.write(self._key(f"{response_id}:alive"), {"is": b"1"}, ttl_s)
             if events:
                 await self._store.begin(self._key(f"{response_id}:events"), events, self._ttl_s)
 
     async def is_alive(self, response_id: str) -> bool:
-        """
-        Raises:
-            Unavailable
-        """
+        """Raises Unavailable."""
         return await self._is_there(f"{response_id}:alive")
 
     async def cancel(self, response_id: str) -> None:
-        """
-        Raises:
-            Unavailable
-        """
+        """Raises Unavailable."""
         with _reached():
             await self._store.write(self._key(f"{response_id}:cancelled"), {"is": b"1"}, self._ttl_s)
 
     async def is_cancelled(self, response_id: str) -> bool:
-        """
-        Raises:
-            Unavailable
-        """
+        """Raises Unavailable."""
         return await self._is_there(f"{response_id}:cancelled")
 
     async def events(self, response_id: str, start: int) -> list[bytes]:
-        """Returns the events from number `start` on.
-
-        Raises:
-            Unavailable
-        """
+        """Returns the events from number `start` on. Raises Unavailable."""
         with _reached():
             return await self._store.entries(self._key(f"{response_id}:events"), start)
 
@@ -164,10 +126,7 @@ class Kept:
         return True
 
     async def begin(self, conversation: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
-        """
-        Raises:
-            Unavailable
-        """
+        """Raises Unavailable."""
         with _reached():
             entries = [orjson.dumps(one) for one in (conversation, *items)]
             await self._store.begin(self._key(conversation["id"]), entries, self._ttl_s)
@@ -188,28 +147,18 @@ class Kept:
         return found
 
     async def add(self, conversation_id: str, items: Sequence[bytes]) -> None:
-        """
-        Raises:
-            NotKept | Unavailable
-        """
+        """Raises NotKept | Unavailable."""
         with _reached():
             if items and not await self._store.append(self._key(conversation_id), items, self._ttl_s):
                 raise NotKept(conversation_id)
 
     async def rename(self, conversation: Mapping[str, Any]) -> None:
-        """Replace a conversation's metadata.
-
-        Raises:
-            Unavailable
-        """
+        """Replace a conversation's metadata. Raises Unavailable."""
         with _reached():
             await self._store.replace_first(self._key(conversation["id"]), orjson.dumps(conversation))
 
     async def remove(self, conversation_id: str, item: bytes) -> None:
-        """
-        Raises:
-            Unavailable
-        """
+        """Raises Unavailable."""
         with _reached():
             await self._store.remove(self._key(conversation_id), item)
 
@@ -225,10 +174,7 @@ class Kept:
 
 
 def _checked(kind: re.Pattern[str], name: str) -> str:
-    """
-    Raises:
-        NotKept: the name is no id of this kind.
-    """
+    """Raises NotKept: the name is no id of this kind."""
     if not kind.fullmatch(name):
         raise NotKept(name)
     return name
@@ -236,11 +182,7 @@ def _checked(kind: re.Pattern[str], name: str) -> str:
 
 @contextmanager
 def _reached() -> Iterator[None]:
-    """Translate errors of the store.
-
-    Raises:
-        Unavailable
-    """
+    """Translate errors of the store. Raises Unavailable."""
     try:
         yield
     except StoreUnavailable as error:
@@ -248,11 +190,7 @@ def _reached() -> Iterator[None]:
 
 
 def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a page of items, newest first unless `order` is asc.
-
-    Raises:
-        InvalidRequest
-    """
+    """Returns a page of items, newest first unless `order` is asc. Raises InvalidRequest."""
     order, after, said = query.get("order", "desc"), query.get("after"), query.get("limit", str(SOME_OF_PAGE))
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order must be asc or desc, got {order!r}", "order")

@@ -60,8 +60,7 @@ def kept_of(shared: Shared, owner: str) -> Kept | None:
 async def recalled(llm: LLM, body: Incoming[ResponseBody]) -> tuple[bytes | None, Keeping | None]:
     """Returns the body with all items that it continues (None: its own alone), and where its response is kept.
 
-    Raises:
-        GatewayError
+    Raises GatewayError.
     """
     found, kept = body.body, kept_of(llm.shared, body.owner)
     read = body.reduced.items if body.reduced else None
@@ -136,8 +135,7 @@ def _is_reference(item: Any) -> bool:
 async def _resolved(kept: Kept, items: bytes) -> bytes:
     """Returns items with references replaced by the items that they name, within the size of a kept response.
 
-    Raises:
-        GatewayError
+    Raises GatewayError.
     """
     if b'"item_reference"' not in items:
         return items
