@@ -58,7 +58,7 @@ def _boxes() -> Iterator[str]:
     yield from _box(
         (215, 90, 270, 320), "gateway", "services/gateway/",
         (
-            "http/, llm_service.py: two doors",
+            "door/ with apis/, grpc/: two doors",
             "text/: template, tokenizer, and back",
             "admission/: whose turn it is",
             "routing/: which pair of workers",
