@@ -43,6 +43,12 @@ async def test_every_form_of_input_has_its_vectors(client: AsyncOpenAI, peers: P
     assert {spec.sampling.max_tokens for spec in peers.prefill.seen} == {1}
 
 
+async def test_as_many_texts_as_with_openai(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
+    answer = await client.embeddings.create(model=MODEL, input=TEXTS * 512)
+    wanted = [pytest.approx(embedding_of(list(tokenizer.token_ids(text))), abs=1e-6) for text in TEXTS]
+    assert [item.embedding for item in answer.data] == wanted * 512
+
+
 async def test_dimensions_go_to_the_worker(client: AsyncOpenAI, peers: Peers) -> None:
     answer = await client.embeddings.create(model=MODEL, input=TEXTS[0], dimensions=2)
     assert len(answer.data[0].embedding) == 2

@@ -22,6 +22,7 @@ from services.gateway.untrusted import ChatTemplate
 
 ENCODINGS = ("float", "base64")
 MOST_DIMENSIONS = 2**16
+MOST_TEXTS = 2048  # of one request, as OpenAI has it
 
 
 class EmbeddingReader(schema.JsonReader[schema.EmbeddingBody]):
@@ -36,7 +37,7 @@ class EmbeddingReader(schema.JsonReader[schema.EmbeddingBody]):
         self, body: schema.EmbeddingBody, bounds: PromptBounds, template: ChatTemplate | None
     ) -> Sequence[Prompt]:
         said = prompts_of(body.input, "input")
-        check_count(len(said), bounds, "input")
+        check_count(len(said), "input")
         return cut(said, body.truncate_prompt_tokens)
 
 
@@ -94,10 +95,10 @@ def refuse_answers(body: schema.GenerationBody) -> None:
             raise InvalidRequest(f"{name} is of answers, and none is written here", name)
 
 
-def check_count(count: int, bounds: PromptBounds, param: str) -> None:
+def check_count(count: int, param: str) -> None:
     """Raises InvalidRequest."""
-    if count > bounds.prompts:
-        raise InvalidRequest(f"{param}: at most {bounds.prompts} texts, got {count}", param)
+    if count > MOST_TEXTS:
+        raise InvalidRequest(f"{param}: at most {MOST_TEXTS} texts, got {count}", param)
 
 
 def counted(answer: Answer) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class ScoreReader(schema.JsonReader[schema.ScoreBody]):
         if len(first) not in (1, len(second)):
             said = f"text_2 must have as many texts as text_1, or text_1 one: they have {len(second)} and {len(first)}"
             raise InvalidRequest(said, "text_2")
-        check_count(len(first) + len(second), bounds, "text_2")
+        check_count(len(first) + len(second), "text_2")
         return first + second
 
     def dump(self, body: schema.ScoreBody) -> bytes:
@@ -57,7 +57,7 @@ class RerankReader(schema.JsonReader[schema.RerankBody]):
 
     def prompts(self, body: schema.RerankBody, bounds: PromptBounds, template: ChatTemplate | None) -> list[str]:
         documents = _texts(body.documents, "documents")
-        check_count(1 + len(documents), bounds, "documents")
+        check_count(1 + len(documents), "documents")
         return [body.query, *documents]
 
     def dump(self, body: schema.RerankBody) -> bytes:
