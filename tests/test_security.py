@@ -22,8 +22,8 @@ from tandem.security import NO_SECRET, OPEN, TLS, ClusterSecret, Security
 from tandem.settings import load
 from tandem.transfer import LinkPeer, LocalPeer, Receiver, Sender, TransferError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.worker.serving import conversion
 from tandem.worker.settings import WorkerSettings
-from tandem.worker.work import conversion
 from tests.authority import Authority
 from tests.transfer.pair import DECODE, PREFILL, kv_cache, until
 

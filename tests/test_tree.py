@@ -59,7 +59,7 @@ FLOORS = (
     ("tandem.worker.settings", "tandem.worker.errors"),
     ("tandem.worker.engine",),
     ("tandem.worker.context",),
-    ("tandem.worker.kv", "tandem.worker.work"),
+    ("tandem.worker.kv", "tandem.worker.serving"),
     ("tandem.worker",),
     ("tandem.local.ray", "services"),
     ("services.gateway.errors", "services.gateway.returns", "services.gateway.settings", "services.gateway.untrusted"),

@@ -13,10 +13,10 @@ from tandem import rpc
 from tandem.engine import FinishReason, SampledToken, SequenceOutput
 from tandem.registry import Registry, Role, WorkerInfo, WorkerLoad
 from tandem.v1 import worker_pb2
-from tandem.worker.work.model_files import ModelFilesService
-from tandem.worker.work.service import Entry, WorkService
-from tandem.worker.work.streams import Streams
-from tandem.worker.work.suspects import SuspectTurns
+from tandem.worker.serving.model_files import ModelFilesService
+from tandem.worker.serving.service import Entry, WorkService
+from tandem.worker.serving.streams import Streams
+from tandem.worker.serving.suspects import SuspectTurns
 
 TTL_S = 2.0
 

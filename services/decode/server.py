@@ -22,7 +22,7 @@ from tandem.worker import (
     WorkerContext,
     WorkService,
 )
-from tandem.worker.work import conversion
+from tandem.worker.serving import conversion
 
 RECEIVER_CHECK_S = 0.5
 

@@ -28,7 +28,7 @@ from tandem.worker import (
     WorkerContext,
     WorkService,
 )
-from tandem.worker.work import conversion
+from tandem.worker.serving import conversion
 
 PROBE_BYTES = 1 << 20
 PROBE_TIMEOUT_S = 2.0

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         run_worker,
         tuned_by,
     )
-    from tandem.worker.work import BUG, Entry, Streams, SuspectTurns, WorkService, failure_of
+    from tandem.worker.serving import BUG, Entry, Streams, SuspectTurns, WorkService, failure_of
 
 __all__ = [
     "BUG",
@@ -83,6 +83,6 @@ _WITH_TORCH = {
     "kv": ("Holder", "KVFetcher", "KVLinks", "LinkState", "LinkTo", "fell_back"),
     "life.build": ("Worker",),
     "life.process": ("loaded_engine", "probed_worker", "process_ports", "run_measured", "run_worker", "tuned_by"),
-    "work": ("BUG", "Entry", "Streams", "SuspectTurns", "WorkService", "failure_of"),
+    "serving": ("BUG", "Entry", "Streams", "SuspectTurns", "WorkService", "failure_of"),
 }  # fmt: skip
 __getattr__ = lazily(__name__, _WITH_TORCH)

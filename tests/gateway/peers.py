@@ -31,7 +31,7 @@ from tandem.v1 import (
     worker_pb2_grpc,
 )
 from tandem.worker import FOLLOWED
-from tandem.worker.work.model_files import ModelFilesService
+from tandem.worker.serving.model_files import ModelFilesService
 from tests.gateway.tiny_model import write_model
 
 MODEL = "tiny"

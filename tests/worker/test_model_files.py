@@ -20,7 +20,7 @@ from tandem.checkpoints import TEXT_FILES, TextFiles, text_file
 from tandem.checkpoints.gguf import as_folder
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tandem.vocabulary import load_tokenizer
-from tandem.worker.work.model_files import PART, ModelFilesService
+from tandem.worker.serving.model_files import PART, ModelFilesService
 from tests.engine.gguf_files import TEMPLATE as GGUF_TEMPLATE
 from tests.engine.gguf_files import make_file
 from tests.fuzzing import fuzzed

@@ -11,7 +11,7 @@ from services.gateway.workers import Mailbox
 from tandem.engine import FinishReason, SampledToken, SequenceOutput
 from tandem.v1 import llm_pb2, worker_pb2
 from tandem.worker import Streams
-from tandem.worker.work.streams import MOST_AHEAD, MOST_S
+from tandem.worker.serving.streams import MOST_AHEAD, MOST_S
 
 
 def output(
@@ -48,7 +48,7 @@ async def held_up() -> tuple[Streams, AsyncIterator[worker_pb2.WorkResponse]]:
 async def test_tokens_of_many_sequences_leave_a_few_steps_at_a_time_and_none_is_left_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tandem.worker.work.streams.MOST_S", 60.0)
+    monkeypatch.setattr("tandem.worker.serving.streams.MOST_S", 60.0)
     streams, stream = await held_up()
     for step in (2, 3):
         for name in MANY:
@@ -60,7 +60,7 @@ async def test_tokens_of_many_sequences_leave_a_few_steps_at_a_time_and_none_is_
 
 
 async def test_tokens_leave_at_once_where_the_gateway_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.worker.work.streams.MOST_S", 60.0)
+    monkeypatch.setattr("tandem.worker.serving.streams.MOST_S", 60.0)
     streams, stream = await held_up()
     for step in range(2, 6):
         streams.passed_on("g", (step - 1) * len(MANY))
@@ -73,7 +73,7 @@ async def test_tokens_leave_at_once_where_the_gateway_has_time(monkeypatch: pyte
 
 
 async def test_a_few_tokens_leave_at_once_and_are_seldom_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.worker.work.streams.MOST_S", 60.0)
+    monkeypatch.setattr("tandem.worker.serving.streams.MOST_S", 60.0)
     streams = Streams("inc", lambda gateway: None)
     stream = await opened(streams)
     asked = []
@@ -91,7 +91,7 @@ async def test_a_few_tokens_leave_at_once_and_are_seldom_asked_about(monkeypatch
 async def test_a_gateway_that_does_not_pass_on_the_tokens_of_one_sequence_gets_them_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tandem.worker.work.streams.MOST_S", 60.0)
+    monkeypatch.setattr("tandem.worker.serving.streams.MOST_S", 60.0)
     streams = Streams("inc", lambda gateway: None)
     stream = await opened(streams)
     for step in range(1, MOST_AHEAD + 1):
@@ -106,7 +106,7 @@ async def test_a_gateway_that_does_not_pass_on_the_tokens_of_one_sequence_gets_t
 
 
 async def test_no_token_is_held_beyond_its_sequences_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.worker.work.streams.MOST_S", 60.0)
+    monkeypatch.setattr("tandem.worker.serving.streams.MOST_S", 60.0)
     streams, stream = await held_up()
     streams.send("g", output("s0", 2, at=2))
     streams.send("g", output("s1", 2, at=2), 0.02)
@@ -141,7 +141,7 @@ async def test_a_gateway_that_reports_nothing_gets_its_tokens_late() -> None:
 
 
 async def test_first_tokens_and_ends_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.worker.work.streams.MOST_S", 60.0)
+    monkeypatch.setattr("tandem.worker.serving.streams.MOST_S", 60.0)
     streams, stream = await held_up()
     for name in MANY[:3]:
         streams.send("g", output(name, 2, at=2))
@@ -223,7 +223,7 @@ async def test_a_call_cancelled_while_it_writes_has_ended_too() -> None:
 async def test_a_wait_that_ended_with_nothing_held_leaves_the_next_tokens_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tandem.worker.work.streams.MOST_S", 0.01)
+    monkeypatch.setattr("tandem.worker.serving.streams.MOST_S", 0.01)
     streams, stream = await held_up()
     streams.send("g", output("s0", 2, at=2))
     streams.send("g", output("s0", 3, at=3, end=FinishReason.LENGTH))

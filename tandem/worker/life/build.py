@@ -32,8 +32,8 @@ from tandem.worker.life.integrity import check_worker
 from tandem.worker.life.lease import Lease
 from tandem.worker.life.metrics import WorkerCollector
 from tandem.worker.life.succession import stay, succeed
+from tandem.worker.serving import AdapterService, ModelFilesService
 from tandem.worker.settings import FOLLOWED, LEASE_TTL_S, WorkerSettings
-from tandem.worker.work import AdapterService, ModelFilesService
 
 log = structlog.get_logger(__name__)
 STOP_GRACE_S = 2.0

@@ -23,8 +23,8 @@ from tandem.liveness import MOST_S, Liveness
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tandem.worker.engine import EngineDied
 from tandem.worker.errors import SequenceFailed, lacks_room
-from tandem.worker.work.streams import Streams
-from tandem.worker.work.suspects import SuspectTurns
+from tandem.worker.serving.streams import Streams
+from tandem.worker.serving.suspects import SuspectTurns
 
 log = structlog.get_logger(__name__)
 BUG = "INTERNAL", "internal error; the worker's log tells more"

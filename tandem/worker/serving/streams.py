@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from tandem.engine import SequenceOutput
 from tandem.v1 import worker_pb2
-from tandem.worker.work import conversion
+from tandem.worker.serving import conversion
 
 MOST_S = 0.05
 # The most outputs not passed on yet, of a gateway that keeps up; it passes so many on within 2 ms.

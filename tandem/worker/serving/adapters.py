@@ -15,7 +15,7 @@ from tandem import rpc
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tandem.worker.engine import EnginePort
 from tandem.worker.errors import SequenceFailed
-from tandem.worker.work import conversion
+from tandem.worker.serving import conversion
 
 
 class AdapterService(worker_pb2_grpc.AdapterServiceServicer):
