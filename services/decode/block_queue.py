@@ -108,4 +108,7 @@ def _take_free(engine: Engine, request: Request) -> Added | None:
 
 def _reserve(engine: Engine, request: Request, outranks: bool = True) -> Added | None:
     cached = engine.reserve(request, outranks)
-    return None if cached is None else Added(request.request_id, cached, engine.landing_blocks(request.request_id))
+    if cached is None:
+        return None
+    name = request.request_id
+    return Added(name, cached, engine.landing_blocks(name), engine.landing_places(name))

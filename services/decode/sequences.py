@@ -41,6 +41,7 @@ class KVReceiver(Protocol):
     def expect(
         self, transfer_id: str, *, block_ids: Sequence[int], first_block: int, timeout_s: float,
         on_commit: Callable[[bytes, int], None], on_abort: Callable[[str, str], None], sender: str = "",
+        places: Sequence[int] = (),
     ) -> None: ...  # fmt: skip
 
     def cancel(self, transfer_id: str) -> Future[None]:
@@ -185,14 +186,14 @@ class DecodeSequences:
         held.span.set_attribute("decode.cached_tokens", added.num_cached_tokens)
         held.transfer_id = self._new_id()
         try:
-            self._expect(held, added.num_cached_tokens, added.block_ids)
+            self._expect(held, added.num_cached_tokens, added.block_ids, added.places)
         except TransferError as error:
             self._fail(held, error.code, error.message)
             return
         reservation = Reservation(held.transfer_id, added.num_cached_tokens, len(added.block_ids))
         self._reserved(held.stream_id, held.request_id, reservation)
 
-    def _expect(self, held: Held, num_cached_tokens: int, block_ids: Sequence[int]) -> None:
+    def _expect(self, held: Held, num_cached_tokens: int, block_ids: Sequence[int], places: Sequence[int]) -> None:
         self._receiver.expect(
             held.transfer_id,
             block_ids=block_ids,
@@ -201,6 +202,7 @@ class DecodeSequences:
             on_commit=lambda payload, num_bytes: self._join(held, payload, num_bytes),
             on_abort=lambda code, reason: self._call_soon(self._fail, held, code, f"KV transfer: {reason}"),
             sender=held.sender,
+            places=places,
         )
 
     def _join(self, held: Held, payload: bytes, num_bytes: int) -> None:

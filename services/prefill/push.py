@@ -12,6 +12,7 @@ parent.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -43,6 +44,7 @@ class TracedPush:
         self._parent = parent
         self._moved, self._metrics = moved, metrics
         self._span: Span | None = None
+        self._first = sys.maxsize
         self._blocks = 0
         self._layers = 0
         self._tokens = 0
@@ -63,9 +65,11 @@ class TracedPush:
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
         start = self._now()
         span = self._span or self._start(start)
+        # Layers with a window have only the prompt's last blocks.
+        self._first = min(self._first, first_block)
+        self._blocks = max(self._blocks, first_block + len(block_ids) - self._first)
+        self._tokens = self._blocks * kv.shape[3]
         if layer == 0:
-            self._blocks += len(block_ids)
-            self._tokens += len(block_ids) * kv.shape[3]
             self._parent.add_event("chunk", {"first_block": first_block, "blocks": len(block_ids)})
         self._layers = max(self._layers, layer + 1)
         try:

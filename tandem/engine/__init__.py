@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tandem.engine.kv import KVLayout
     from tandem.engine.lora import AdapterStore, AdapterStoreFull
     from tandem.engine.models import ModelConfig
+    from tandem.engine.scheduling import ExpectedBlocks, LentBlocks
 
 __all__ = [
     "AdapterStore",
@@ -35,9 +36,11 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineStats",
+    "ExpectedBlocks",
     "FinishReason",
     "KVLayout",
     "KVSink",
+    "LentBlocks",
     "ModelConfig",
     "Progress",
     "Request",
@@ -51,5 +54,6 @@ _WITH_TORCH = {
     "kv": ("KVLayout",),
     "lora": ("AdapterStore", "AdapterStoreFull"),
     "models": ("ModelConfig",),
+    "scheduling": ("LentBlocks", "ExpectedBlocks"),
 }
 __getattr__ = lazily(__name__, _WITH_TORCH)

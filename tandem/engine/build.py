@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import blake2b
@@ -41,6 +42,7 @@ from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.null_runner import NullRunner, null_layout
 from tandem.engine.runner import Runner
 from tandem.engine.sampling import Choose, choose
+from tandem.engine.scheduling import WindowBlocks, Windows
 from tandem.engine.speculation import (
     DraftProposer,
     NgramProposer,
@@ -60,18 +62,22 @@ CPU_MULTIPLICATIONS, AMX_MULTIPLICATIONS, CPU_ROWS = 25 * 10**9, 50 * 10**9, 32
 # The fewest multiplications worth a thread in a pass: about a third of a millisecond. With less work each, and another
 # process competing for the cores, threads wait for each other longer than they compute.
 LEAST_WORK = 2**23
+MOST_BLOCKS = 1 << 40
 WORD = 8  # bytes: the unit in which a device copies blocks
 
 
 class Parts(NamedTuple):
     """The parts of an engine: `runner` computes steps over `kv_cache`, whose bytes `layout` describes.
 
-    `proposers` maps each method to its proposer. `adapters` is None where the engine takes no adapters.
+    `num_blocks`: of sequences; layers with a window have fewer, which `windows` gives to these. `proposers`
+    maps each method to its proposer. `adapters` is None where the engine takes no adapters.
     """
 
     model_config: ModelConfig
     layout: KVLayout
     kv_cache: list[Tensor]
+    num_blocks: int
+    windows: WindowBlocks | None
     runner: Runner | NullRunner
     proposers: Mapping[str, Proposer]
     adapters: AdapterStore | None = None
@@ -103,11 +109,10 @@ def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sle
     model = read_model_config(config.model_path, config.max_model_len)
     if config.null:
         layout = null_layout(config)
-        kv_cache = _kv_cache(
-            layout, config.device, _blocks_told(config, layout) or _blocks_of(_room(config).left(), layout)
-        )
-        null = NullRunner(config.null, kv_cache, model.vocab_size, sleep)
-        return Parts(model, layout, kv_cache, null, {"ngram": NgramProposer()}, _adapters(config, model, layout))
+        num_blocks = _blocks_told(config, layout) or _blocks_of(_room(config).left(), layout)
+        kv_cache = _kv_cache(layout, config.device, num_blocks)
+        null, proposers = NullRunner(config.null, kv_cache, model.vocab_size, sleep), {"ngram": NgramProposer()}
+        return Parts(model, layout, kv_cache, num_blocks, None, null, proposers, _adapters(config, model, layout))
     if model.experts is not None and config.cuda_graphs:
         raise ValueError("cuda_graphs: which experts compute a step is known on the host, which graphs do not ask")
     if model.quantized is not None and config.quantization != "none":
@@ -140,7 +145,7 @@ def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progr
     if taps.at and config.cuda_graphs:
         raise ValueError("cuda_graphs: eagle3 heads read what goes into layers, which graphs do not keep")
     draft = None if head else _read_draft(config, model)
-    layouts = [layout, _layout(config, draft)] if draft else [layout]
+    layouts = [layout, dataclasses.replace(_layout(config, draft), windows=None)] if draft else [layout]
     num_blocks = _blocks_told(config, *layouts)
     if num_blocks:
         check_memory(config, _weights_bytes(config.model_path, model, layout), layout, num_blocks)
@@ -152,9 +157,10 @@ def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progr
     ]  # fmt: skip
     if room is not None:
         num_blocks = _blocks_that_fit(config, room, loaded[0], *layouts)
-    caches = [_kv_cache(its, config.device, num_blocks or 0) for its in layouts]
-    kv_cache = caches[0]
-    computing = _computing(config, loaded[0], kv_cache, cores, taps)
+    assert num_blocks is not None
+    caches = [_kv_cache(its, config.device, num_blocks) for its in layouts]
+    kv_cache, windows = caches[0], WindowBlocks(layout.windows, num_blocks) if layout.windows else None
+    computing = _computing(config, loaded[0], layout, kv_cache, cores, taps)
     proposers: dict[str, Proposer] = {"ngram": NgramProposer()}
     observer = None
     if head:
@@ -164,9 +170,9 @@ def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progr
     if draft:
         most = config.max_num_batched_tokens
         chunk = min(max_prefill_beside_decode(config, draft) or most, most)
-        proposers["draft"] = DraftProposer(*_computing(config, loaded[1], caches[1], cores), chunk)
-    runner = Runner(*computing, observer, overlaps=config.device != "cpu")
-    return Parts(model, layout, kv_cache, runner, proposers, _adapters(config, model, layout))
+        proposers["draft"] = DraftProposer(*_computing(config, loaded[1], layouts[1], caches[1], cores), chunk)
+    runner = Runner(*computing, observer, overlaps=config.device != "cpu", windows=windows)
+    return Parts(model, layout, kv_cache, num_blocks, windows, runner, proposers, _adapters(config, model, layout))
 
 
 def _adapters(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> AdapterStore | None:
@@ -216,6 +222,7 @@ def _layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
         head_dim=model.head_dim,
         block_size=config.block_size,
         kv_cache_dtype=config.kv_cache_dtype,
+        windows=Windows.of(model.windows, config.block_size, model.max_model_len),
     )
     if layout.block_bytes % WORD:
         least = WORD // math.gcd(WORD, layout.block_bytes // layout.block_size)
@@ -239,7 +246,13 @@ def _blocks_of(budget: int, *layouts: KVLayout, gathered: int = 0, name: str = "
     `gathered`: layers' worth of scratch KV to reserve for each block besides. Raises ValueError, naming `name`, if not
     even one block fits.
     """
-    num_blocks = budget // sum(layout.block_bytes * (layout.num_layers + gathered) for layout in layouts)
+
+    def taken(num_blocks: int) -> int:
+        scratch = num_blocks * gathered
+        return sum(its.cache_bytes(num_blocks) + its.block_bytes * scratch for its in layouts)
+
+    # Layers with a window have fewer blocks, so more fit than if all layers had as many.
+    num_blocks = bisect_right(range(1, MOST_BLOCKS), budget, key=taken)
     if num_blocks < 1:
         raise ValueError(f"{name}: {budget} bytes do not hold one block")
     return num_blocks
@@ -280,8 +293,8 @@ def _kv_cache(layout: KVLayout, device: str, num_blocks: int) -> list[Tensor]:
 
     Each layer's memory has one block more after its last, which belongs to no sequence: see `padded`.
     """
-    shape = layout.block_shape(num_blocks + 1)
-    return [torch.zeros(shape, dtype=layout.kv_dtype, device=device)[:-1] for _ in range(layout.num_layers)]
+    shapes = [layout.block_shape(layout.layer_blocks(layer, num_blocks) + 1) for layer in range(layout.num_layers)]
+    return [torch.zeros(shape, dtype=layout.kv_dtype, device=device)[:-1] for shape in shapes]
 
 
 def _load(
@@ -299,17 +312,19 @@ def _load(
 
 
 def _computing(
-    config: EngineConfig, loaded: Loaded, kv_cache: list[Tensor], cores: Cores, taps: Taps | None = None
-) -> Computing:
+    config: EngineConfig, loaded: Loaded, layout: KVLayout, kv_cache: list[Tensor], cores: Cores,
+    taps: Taps | None = None,
+) -> Computing:  # fmt: skip
     model, library, attention = loaded
     if library is not None:
         forward = CpuForward(library, model, kv_cache, config.max_num_batched_tokens, cores.threads, taps, LEAST_WORK)
         return Computing(forward, kv_cache, CpuChoose(library, cores.threads))
     plain = TorchForward(model, kv_cache, attention, taps)
     if config.cuda_graphs:
-        shapes = _shapes(config, loaded, len(kv_cache[0]))
+        shapes = _shapes(config, loaded, max(map(len, kv_cache)))
+        near_layers = layout.windows.layers if layout.windows is not None else frozenset()
         with torch.inference_mode():
-            graphs = DecodeGraphs(plain, model, padded(kv_cache), attention, CudaCapture(), shapes)
+            graphs = DecodeGraphs(plain, model, padded(kv_cache), attention, CudaCapture(), shapes, near_layers)
         return Computing(graphs, kv_cache, choose)
     return Computing(plain, kv_cache, choose)
 

@@ -22,7 +22,7 @@ from tandem.engine.build import build, max_prefill_beside_decode
 from tandem.engine.cores import Cores
 from tandem.engine.device import open_device
 from tandem.engine.fitting import sized
-from tandem.engine.kv import KVLayout, SwapSpace
+from tandem.engine.kv import SwapSpace
 from tandem.engine.pooling import Poolings
 from tandem.engine.sampling import NamedGuide
 from tandem.engine.scheduling import (
@@ -80,11 +80,12 @@ class Engine:
         config = sized(config, open_device(config.device))
         self._cores = Cores(torch.get_num_threads(), config.shared_cores)
         parts = build(config, self._cores, on_progress, sleep)
-        self.model_config, self.layout, self.kv_cache, self._runner = parts[:4]
+        self.model_config, self.layout, self.kv_cache, self._runner = *parts[:3], parts.runner
         self.adapters, self.crash_page = parts.adapters, crash_page or CrashPage()
         self.grammars = Grammars(config.model_path, self.model_config.vocab_size)
-        self._pool = BlockPool(len(self.kv_cache[0]))
-        self._swap = SwapSpace(self.kv_cache, _num_swap_blocks(config, parts.layout, self._pool.num_blocks), now)
+        self._pool = BlockPool(parts.num_blocks, parts.windows)
+        most_swapped = config.swap_memory // self.layout.whole_block_bytes
+        self._swap = SwapSpace(self.kv_cache, min(parts.num_blocks, most_swapped), now, parts.windows)
         most = config.max_prefill_beside_decode or config.max_num_batched_tokens
         self._pace = Pace(most, max_prefill_beside_decode(config, self.model_config))
         self._blocks = SequenceBlocks(
@@ -139,7 +140,7 @@ class Engine:
         if not self._scheduler.reserve(seq, min(total, seq.num_prompt_tokens + self._lengths.likely_left), outranks):
             return None
         if outranks:
-            self._swap.copy(self._blocks.take_copies())  # copies out preempted KV before other KV arrives there
+            self._swap.copy(*self._blocks.take_copies())  # copies out preempted KV before other KV arrives there
         self._live[seq.request_id] = seq
         return seq.num_cached_tokens
 
@@ -151,6 +152,11 @@ class Engine:
         """Returns the blocks of a reserved sequence's prompt: physical ids in logical order, cached blocks included."""
         seq = self._reserved(request_id)
         return seq.block_table[: self._blocks.blocks_for(seq.num_prompt_tokens)]
+
+    def landing_places(self, request_id: str) -> list[int]:
+        """Returns where `landing_blocks` lie in layers with a window, 0: nowhere; empty if there are no such layers."""
+        seq, windows = self._reserved(request_id), self._pool.windows
+        return [] if windows is None else [windows.at[block] for block in self.landing_blocks(seq.request_id)]
 
     def join(self, request_id: str, first_token: SampledToken) -> SequenceOutput | None:
         """Starts decoding a reserved sequence at token 1: its prompt's KV is in place and prefill has sampled token 0.
@@ -186,7 +192,7 @@ class Engine:
         under_way = self._runner.under_way() if self._scheduler.overlaps else []
         batch = self._scheduler.go_on(under_way) if under_way else self._scheduler.schedule()
         self._note(batch)
-        self._swap.copy(self._blocks.take_copies())
+        self._swap.copy(*self._blocks.take_copies())
         counts = [item.num_tokens for item in batch]
         num_written = counts.count(1)
         num_prefilled = sum(counts) - num_written
@@ -390,8 +396,3 @@ class Engine:
         self.crash_page.leave(seq.slot)
         seq.slot = NOBODY
         del self._live[seq.request_id]
-
-
-def _num_swap_blocks(config: EngineConfig, layout: KVLayout, num_blocks: int) -> int:
-    """Returns the number of host blocks, at most `num_blocks`: swapped sequences resume before any new one begins."""
-    return min(num_blocks, config.swap_memory // (layout.block_bytes * layout.num_layers))

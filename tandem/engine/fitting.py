@@ -52,7 +52,7 @@ def check_memory(
     Args:
         weights: bytes, before any quantization.
     """
-    kv = num_blocks * layout.block_bytes * layout.num_layers
+    kv = layout.cache_bytes(num_blocks)
     needs = [MemoryNeed(held_weights(weights, "auto", config.quantization), kv)]
     available = usable_memory() if config.device == "cpu" else cuda.mem_get_info()[1]
     if why := misfit(needs, available):

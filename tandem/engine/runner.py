@@ -23,7 +23,7 @@ from tandem.engine.forward import Chunk, Forward, Observer, StepInput, step_inpu
 from tandem.engine.launched import Launched, tokens_of
 from tandem.engine.pooling import StatePooling
 from tandem.engine.sampling import Choose, chosen, reported, sample
-from tandem.engine.scheduling import Ahead, Row, Scheduled, Sequence
+from tandem.engine.scheduling import Ahead, Row, Scheduled, Sequence, WindowBlocks
 from tandem.engine.types import SampledToken
 
 LOGITS_ROWS = 64  # prompt rows whose logits are computed at once: each row is as wide as the vocabulary
@@ -38,10 +38,10 @@ class Runner:
 
     def __init__(
         self, forward: Forward, kv_cache: list[Tensor], choose: Choose, observer: Observer | None = None,
-        *, overlaps: bool = False,
+        *, overlaps: bool = False, windows: WindowBlocks | None = None,
     ) -> None:  # fmt: skip
         self._forward, self._kv_cache, self._choose, self._observer = forward, kv_cache, choose, observer
-        self.overlaps = overlaps and observer is None
+        self.overlaps, self._windows = overlaps and observer is None, windows
         self._block_size = kv_cache[0].shape[3]
         self._launched: Launched | None = None
 
@@ -67,7 +67,7 @@ class Runner:
     def _execute(self, batch: list[Scheduled]) -> dict[str, list[SampledToken]]:
         batch = sorted(batch, key=self._order)
         pushing = (item for item in batch if item.seq.sink is not None)
-        completed = [blocks for item in pushing if (blocks := completed_blocks(item, self._block_size))]
+        completed = [blocks for item in pushing if (blocks := completed_blocks(item, self._block_size, self._windows))]
 
         def written(layer: int) -> None:
             for blocks in completed:
@@ -97,7 +97,7 @@ class Runner:
 
         ids: the step's input tokens, where only the device has them.
         """
-        step = step_input(chunks, self._block_size)
+        step = step_input(chunks, self._block_size, self._windows)
         adapters = [chunk.seq.adapter for chunk in chunks]
         step = replace(
             step, input_ids=step.input_ids if ids is None else ids, adapters=adapters if any(adapters) else ()
@@ -165,7 +165,7 @@ class Runner:
 
     def _input(self, batch: list[Scheduled]) -> StepInput:
         chunks = ((seq, seq.num_computed_tokens, seq.num_computed_tokens + count) for seq, count, _ in batch)
-        step = step_input(chunks, self._block_size)
+        step = step_input(chunks, self._block_size, self._windows)
         adapters = [item.seq.adapter for item in batch]
         return replace(step, adapters=adapters) if any(adapters) else step
 

@@ -18,7 +18,7 @@ A message between the two ends is a LinkMessage of the protocol.
 Frames name logical blocks; only the receiver knows where they lie. No block becomes visible before all are verified.
 """
 
-from tandem.transfer.protocol.endpoint import LinkPeer, LocalPeer, TransferError
+from tandem.transfer.protocol.endpoint import ALL_FAR, LinkPeer, LocalPeer, NearLayers, TransferError
 from tandem.transfer.protocol.wire import Fetch, KVSource
 from tandem.transfer.runtime.link import Link, Push
 from tandem.transfer.runtime.link_runtime import LinkRuntime
@@ -30,6 +30,7 @@ from tandem.transfer.transports.memory import MemoryNetwork
 from tandem.transfer.transports.tcp import SocketNetwork
 
 __all__ = [
+    "ALL_FAR",
     "Fetch",
     "KVSource",
     "Link",
@@ -37,6 +38,7 @@ __all__ = [
     "LinkRuntime",
     "LocalPeer",
     "MemoryNetwork",
+    "NearLayers",
     "Network",
     "Push",
     "Receiver",

@@ -344,7 +344,7 @@ async def test_who_waits_for_blocks_gets_those_that_were_restored(decode: Decode
 async def test_who_waits_for_blocks_gets_those_that_were_lent(decode: Decode) -> None:
     assert await decode.engine.call(lambda engine: engine.moving.expect("restored", CHAIN, 0))
     land(decode.engine, "restored", 0, 4)
-    assert len(await decode.engine.call(lambda engine: engine.moving.lend("lent", CHAIN[1:]))) == 4
+    assert len(await decode.engine.call(lambda engine: engine.moving.lend("lent", CHAIN[1:]).blocks)) == 4
     waiting = asyncio.create_task(decode.reserve("a"))
     await asyncio.sleep(0.05)
     assert not waiting.done()

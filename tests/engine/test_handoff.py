@@ -23,12 +23,19 @@ class CopySink:
 
     target: Engine
     landing: list[int]
+    places: list[int]
     pushed: list[tuple[int, int, int]] = field(default_factory=list)
     reading: bool = False
 
+    @classmethod
+    def of(cls, target: Engine, request_id: str) -> CopySink:
+        return cls(target, target.landing_blocks(request_id), target.landing_places(request_id))
+
     def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
         assert block_ids
-        places = self.landing[first_block : first_block + len(block_ids)]
+        windows = self.target.layout.windows
+        landing = self.places if windows and layer in windows.layers else self.landing
+        places = landing[first_block : first_block + len(block_ids)]
         self.target.kv_cache[layer][places] = kv[list(block_ids)]
         self.pushed.append((layer, first_block, len(block_ids)))
 
@@ -50,13 +57,21 @@ def prefill(source: Engine, request: Request, copy: CopySink, first_block: int) 
     return output
 
 
+def _first_pushed(target: Engine, layer: int, num_cached: int) -> int:
+    """Returns the first block that `layer` gets of a prompt: with a window, that of the tokens which later ones see."""
+    windows = target.layout.windows
+    if windows is None or layer not in windows.layers:
+        return num_cached
+    return windows.first_moved(num_cached, len(target.landing_blocks("r")))
+
+
 def disaggregated(source: Engine, target: Engine, prompt: list[int], sampling: SamplingParams) -> list[int]:
     request = Request("r", prompt, sampling)
     cached = target.reserve(request)
     assert cached is not None
     assert cached % BLOCK == 0
     assert cached < len(prompt)
-    copy = CopySink(target, target.landing_blocks("r"))
+    copy = CopySink.of(target, "r")
     assert len(copy.landing) == -(-len(prompt) // BLOCK)
     assert not target.has_work()
     first = prefill(source, request, copy, cached // BLOCK)
@@ -64,7 +79,8 @@ def disaggregated(source: Engine, target: Engine, prompt: list[int], sampling: S
     pushed = {
         layer: [b for at, start, n in copy.pushed if at == layer for b in range(start, start + n)] for layer in layers
     }
-    assert all(blocks == list(range(cached // BLOCK, len(copy.landing))) for blocks in pushed.values())
+    for layer, blocks in pushed.items():
+        assert blocks == list(range(_first_pushed(target, layer, cached // BLOCK), len(copy.landing)))
     ended = target.join("r", first.tokens[0])
     outputs = [ended] if ended else run(target)["r"]
     assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
@@ -118,10 +134,12 @@ def test_kv_bytes_are_the_prompts_own(llama: Path) -> None:
     request = Request("r", prompt, greedy(4))
     target.reserve(request)
     landing = target.landing_blocks("r")
-    prefill(source, request, CopySink(target, landing), 0)
+    prefill(source, request, CopySink(target, landing, []), 0)
     one.reserve(Request("r", prompt, greedy(4)))
     reference = one.landing_blocks("r")
-    prefill(make_engine(llama, max_num_batched_tokens=64), Request("r", prompt, greedy(4)), CopySink(one, reference), 0)
+    prefill(
+        make_engine(llama, max_num_batched_tokens=64), Request("r", prompt, greedy(4)), CopySink(one, reference, []), 0
+    )
     for here, there in zip(target.kv_cache, one.kv_cache, strict=True):
         torch.testing.assert_close(here[landing], there[reference], atol=1e-5, rtol=1e-5)
 
@@ -130,7 +148,7 @@ def test_each_chunk_pushes_what_it_completes(llama: Path) -> None:
     source, target = make_engine(llama, max_num_batched_tokens=6), make_engine(llama)
     request = Request("r", prompt_of(15), greedy(4))
     target.reserve(request)
-    copy = CopySink(target, target.landing_blocks("r"))
+    copy = CopySink.of(target, "r")
     source.add(request, sink=copy, prefill_only=True)
     steps = []
     while source.has_work():
@@ -225,7 +243,7 @@ def test_more_are_let_in_than_fit_whole_and_all_end_exactly(llama: Path, samplin
             request = Request(name, prompt, sampling)
             if target.reserve(request) is None:
                 break
-            first = prefill(source, request, CopySink(target, target.landing_blocks(name)), 0)
+            first = prefill(source, request, CopySink.of(target, name), 0)
             target.join(name, first.tokens[0])
             found[name].append(first.tokens[0].token_id)
             del waiting[name]
@@ -245,7 +263,7 @@ def test_several_answers_share_a_prompts_blocks(llama: Path, length: int) -> Non
     prompt, sampling = prompt_of(length, seed=5), [replace(SEEDED, max_tokens=6, seed=seed) for seed in range(8)]
     first = Request("0", prompt, sampling[0])
     target.reserve(first)
-    output = prefill(source, first, CopySink(target, target.landing_blocks("0")), 0)
+    output = prefill(source, first, CopySink.of(target, "0"), 0)
     target.join("0", output.tokens[0])
     found = {"0": tokens([output])}
     before = target.stats()

@@ -183,7 +183,7 @@ def test_after_a_hand_off_and_a_migration_they_go_on_from_there(
     for written in (0, 7):
         going_on = Request("r", prompt + expected[:written], sampling, num_prior_tokens=written)
         target.reserve(going_on)
-        source.add(going_on, sink=CopySink(target, target.landing_blocks("r")), prefill_only=True)
+        source.add(going_on, sink=CopySink.of(target, "r"), prefill_only=True)
         (first,) = run(source)["r"]
         target.join("r", first.tokens[0])
         outputs = run(target)["r"]

@@ -71,7 +71,7 @@ def test_a_prefill_reports_them_though_decode_holds_part_of_the_prompt(
         request = Request(name, PROMPT, ASKED)
         cached = engine.reserve(request)
         assert cached
-        output = prefill(source, request, CopySink(engine, engine.landing_blocks(name)), cached // 4)
+        output = prefill(source, request, CopySink.of(engine, name), cached // 4)
         assert_right(output.prompt_logprobs, expected)
         engine.join(name, output.tokens[0])
         assert not any(output.prompt_logprobs for output in run(engine)[name])

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine import Engine, Request, SampledToken, SamplingParams
 from tandem.speculative import Speculative
+from tests.engine.test_handoff import CopySink
 from tests.engine.tiny import BLOCK_BYTES, Families, assert_idle, generate, make_engine, prompt_of, run, sampled
 
 LONGEST_ANSWER = 14
@@ -63,17 +62,6 @@ class Oracle:
 
 
 @dataclass
-class KnownLanding:
-    target: Engine
-    blocks: list[int]
-    reading: bool = False
-
-    def push(self, layer: int, first_block: int, block_ids: Sequence[int], kv: torch.Tensor) -> None:
-        places = self.blocks[first_block : first_block + len(block_ids)]
-        self.target.kv_cache[layer][places] = kv[list(block_ids)]
-
-
-@dataclass
 class Session:
     """A tiny engine under test and what it is expected to say."""
 
@@ -108,7 +96,7 @@ class Session:
         cached = self.engine.reserve(request)
         if cached is None:
             return False
-        landing = KnownLanding(self.engine, self.engine.landing_blocks(request.request_id))
+        landing = CopySink.of(self.engine, request.request_id)
         self.prefill.add(request, sink=landing, first_block=cached // 4, prefill_only=True)
         (first,) = sampled(run(self.prefill)[request.request_id])
         self.got[request.request_id] = [first.token_id]
@@ -146,20 +134,25 @@ class Session:
         raise AssertionError(f"{self.live} never ended: {self.engine.stats()}")
 
 
-@pytest.fixture(scope="module", params=[("none", 0), ("none", 5), ("draft", 5)], ids=str)
-def engines(llama: Path, family: Families, request: pytest.FixtureRequest) -> tuple[Engine, Engine, Oracle]:
+CASES = [("llama3", "none", 0), ("llama3", "none", 5), ("llama3", "draft", 5), ("gemma3", "draft", 0)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def engines(family: Families, request: pytest.FixtureRequest) -> tuple[Engine, Engine, Oracle]:
     """The engine under test has 9 blocks of 4: one long sequence, or two or three short ones. Those that it preempts
-    may have 5 in the host's memory.
+    may have 5 in the host's memory. Layers of gemma3 with a window have six.
 
     By a clock that stands still every proposal pays, and every swap for which there is room.
     """
-    method, swap_blocks = request.param
-    speculation = {"speculative": Speculative(method, 3), "speculative_model": family("llama2")[1]}
+    name, method, swap_blocks = request.param
+    path = family(name)[1]
+    draft = family("llama2")[1] if name == "llama3" else path
+    speculation = {"speculative": Speculative(method, 3), "speculative_model": draft}
     tiny = make_engine(
-        llama, num_blocks=9, max_num_batched_tokens=7, max_num_seqs=4, likely_answer=4, now=lambda: 0.0,
+        path, num_blocks=9, max_num_batched_tokens=7, max_num_seqs=4, likely_answer=4, now=lambda: 0.0,
         swap_memory=swap_blocks * BLOCK_BYTES, **speculation,
     )  # fmt: skip
-    return tiny, make_engine(llama, max_num_batched_tokens=5), Oracle(llama)
+    return tiny, make_engine(path, max_num_batched_tokens=5), Oracle(path)
 
 
 @pytest.mark.long

@@ -34,6 +34,7 @@ from tandem.transfer import (
 from tandem.worker import Event, Holder, InlineEngine, KVFetcher
 from tandem.worker.kv import fetching
 from tandem.worker.kv.fetching import KVLender
+from tandem.worker.kv.links import near_layers
 from tests.transfer.tampering import TamperingNetwork
 
 BLOCK, BLOCKS = 16, 16
@@ -96,14 +97,18 @@ def request(prompt: list[int], max_tokens: int = 4, name: str = "r", salt: str =
     return Request(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0), cache_salt=salt)
 
 
-def caching_worker(model: Path, name: str, transport: str, network: Network, incarnation: str) -> CachingWorker:
-    config = EngineConfig(model, "demo", block_size=BLOCK, num_blocks=BLOCKS, null=StepTime(prefill_tokens_per_s=1e6))
+def null_config(model: Path) -> EngineConfig:
+    return EngineConfig(model, "demo", block_size=BLOCK, num_blocks=BLOCKS, null=StepTime(prefill_tokens_per_s=1e6))
+
+
+def caching_worker(
+    config: EngineConfig, name: str, transport: str, network: Network, incarnation: str
+) -> CachingWorker:
     engine, runtime = InlineEngine(config), LinkRuntime(network)
     peer = LinkPeer(name, incarnation, engine.engine.layout.hash)
-    sender = Sender(LocalPeer(peer), transports=(transport,), runtime=runtime)
-    receiver = Receiver(
-        LocalPeer(peer), engine.engine.kv_cache, host="127.0.0.1", transports=(transport,), runtime=runtime
-    )
+    local = LocalPeer(peer, near=near_layers(engine.engine.layout))
+    sender = Sender(local, transports=(transport,), runtime=runtime)
+    receiver = Receiver(local, engine.engine.kv_cache, host="127.0.0.1", transports=(transport,), runtime=runtime)
 
     async def link_to(remote: LinkPeer, address: str) -> Link:
         link = await asyncio.wrap_future(sender.open_link(remote, address, timeout_s=LONG_S))
@@ -141,8 +146,8 @@ class Two:
 @pytest.fixture(params=["shm", "tcp"])
 async def two(request: pytest.FixtureRequest, demo_model: Path) -> AsyncIterator[Two]:
     network = TamperingNetwork(SocketNetwork())
-    asker = caching_worker(demo_model, "p0", request.param, SocketNetwork(), "p-1")
-    holder = caching_worker(demo_model, "d0", request.param, network, "d-1")
+    asker = caching_worker(null_config(demo_model), "p0", request.param, SocketNetwork(), "p-1")
+    holder = caching_worker(null_config(demo_model), "d0", request.param, network, "d-1")
     yield Two(asker, holder, network)
     await asker.close()
     await holder.close()

@@ -1,7 +1,7 @@
 """Decode steps as graphs: one token of each sequence, padded to a size that was captured, replayed from static memory.
 
     start   for each of the attention's shapes, the largest first ──capture──> graphs, over one pool
-    step    ids | positions | slots ──one copy──> device, attend.prepare, replay ──> hidden
+    step    ids | positions | slots | slots of windows ──one copy──> device, attend.prepare, replay ──> hidden
 
 All graphs are captured before the first step, for a capture and other threads' work on the device would break each
 other. A padding row is a sequence of one token in a block of no sequence, so no step reads what it writes. Steps that
@@ -30,15 +30,20 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 class DecodeGraphs:
-    """A Forward of `model`. Each layer of `cache` has one more block than sequences use: the last is the padding's."""
+    """A Forward of `model`. Each layer of `cache` has one more block than sequences use: the last is the padding's.
+
+    near_layers: the layers that take slots and tables from `StepInput.near`.
+    """
 
     def __init__(
         self, plain: Forward, model: Decoder, cache: list[Tensor], attention: PagedAttention, capture: Capture,
-        shapes: Sequence[Shape],
+        shapes: Sequence[Shape], near_layers: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         self._plain, self._model, self._cache, self._capture = plain, model, cache, capture
-        self._attention = attention
-        self._padding_block = len(cache[0]) - 1
+        self._attention, self._near_layers = attention, near_layers
+        # The padding's blocks: of layers that see all tokens, and of those with a window.
+        of_layers = {layer in near_layers: len(kv) - 1 for layer, kv in enumerate(cache)}
+        self._padding = of_layers.get(False, 0), of_layers.get(True, 0)
         self._rows, self._widths = (sorted({shape[i] for shape in shapes}) for i in (0, 1))
         # Capture the largest shape first: the pool then has all the memory that the others need.
         self._graphs = {shape: self.captured(shape) for shape in sorted(shapes, reverse=True)}
@@ -60,34 +65,40 @@ class DecodeGraphs:
     def captured(self, shape: Shape) -> Graph:
         """Captures and returns a graph of this shape; the caller must keep it."""
         size, _ = shape
-        rows = torch.tensor([0, 0, self._padding_block * self._cache[0].shape[3]]).repeat_interleave(size)
+        block_size = self._cache[0].shape[3]
+        rows = torch.tensor([0, 0, *(block * block_size for block in self._padding)]).repeat_interleave(size)
         staged = Staged(rows, self._cache[0].device)
-        ids, positions, slots = staged.device.view(3, size)
-        attend = self._attention.fixed(shape, self._padding_block)
-        attend.prepare((), ())
-        context = StaticContext(self._cache, slots, attend)
-        return Graph(staged, ids, attend, self._capture(lambda: self._model(ids, positions, context)))
+        ids, positions, *slots = staged.device.view(4, size)
+        attends = [self._attention.fixed(shape, block) for block in self._padding[: 1 + bool(self._near_layers)]]
+        for attend in attends:
+            attend.prepare((), ())
+        context = StaticContext(self._cache, slots, attends, self._near_layers)
+        return Graph(staged, ids, attends, self._capture(lambda: self._model(ids, positions, context)))
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
     staged: Staged
     ids: Tensor
-    attend: FixedAttend
+    attends: Sequence[FixedAttend]
     replay: Callable[[], Tensor]
 
     def run(self, step: StepInput) -> Tensor:
         """Replays the graph for `step` and returns its hidden states (tokens, hidden_size)."""
         count, size = len(step.counts), len(self.ids)
-        ids, positions, slots = self.staged.blank().view(3, size)
+        ids, positions, slots, near = self.staged.blank().view(4, size)
         positions[:count], slots[:count] = step.positions, step.slots
+        if step.near is not None:
+            near[:count] = step.near.slots
         if step.input_ids.device != self.ids.device:
             ids[:count] = step.input_ids
             self.staged.send()
         else:
             self.staged.send()
             self.ids[:count].copy_(step.input_ids)
-        self.attend.prepare(step.lengths, step.tables)
+        self.attends[0].prepare(step.lengths, step.tables)
+        if step.near is not None:
+            self.attends[1].prepare(step.lengths, step.near.tables)
         return self.replay()[:count]
 
 
@@ -96,13 +107,14 @@ class StaticContext:
     """The `attend` that a model gets in a graph: no shape and no branch depends on what the inputs hold."""
 
     cache: list[Tensor]
-    slots: Tensor
-    attend: FixedAttend
+    slots: Sequence[Tensor]
+    attends: Sequence[FixedAttend]
+    near_layers: frozenset[int]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
-        kv = self.cache[layer]
-        write_kv(kv, self.slots, k, v)
-        return self.attend(q, kv, scope)
+        kv, is_near = self.cache[layer], layer in self.near_layers
+        write_kv(kv, self.slots[is_near], k, v)
+        return self.attends[is_near](q, kv, scope)
 
 
 def padded(cache: list[Tensor]) -> list[Tensor]:

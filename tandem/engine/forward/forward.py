@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 
 from tandem.engine.device import sent
-from tandem.engine.forward.attention import PagedAttention, StepAttend, TorchAttention
+from tandem.engine.forward.attention import KEYS_AT_ONCE, PagedAttention, StepAttend, TorchAttention
 from tandem.engine.kv import write_kv
 from tandem.engine.lora import Adapter, RowAdapters, part_sizes
 from tandem.engine.models import Decoder, Scope
 from tandem.engine.scheduling import Sequence as TokenSequence
+from tandem.engine.scheduling import WindowBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class StepInput:
     `input_ids`, `positions` and `slots` (block * block_size + offset, where the KV goes) are (tokens,) int64; the ids
     are on the device if the host does not know them yet. Sequence i has `counts[i]` tokens; the last of them is token
     number `lengths[i]` of its context, whose KV lies in the blocks `tables[i]`. `adapters[i]`, if any, adapts them.
+    `near`: where the KV of layers with a window lies, if their caches are sized for that.
     """
 
     input_ids: Tensor
@@ -40,6 +43,17 @@ class StepInput:
     lengths: array[int]
     tables: Sequence[Sequence[int]]
     adapters: Sequence[Adapter | None] = ()
+    near: Near | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Slots and tables of a step as StepInput has them, for the `layers` that have a window. Blocks that no token of
+    the step sees are 0 in the tables."""
+
+    layers: frozenset[int]
+    slots: Tensor
+    tables: Sequence[Sequence[int]]
 
 
 class Chunk(NamedTuple):
@@ -50,8 +64,14 @@ class Chunk(NamedTuple):
     end: int
 
 
-def step_input(chunks: Iterable[tuple[TokenSequence, int, int]], size: int) -> StepInput:
-    """Makes the input of a step that computes `chunks`, (sequence, start, end) each, with blocks of `size` tokens."""
+def step_input(
+    chunks: Iterable[tuple[TokenSequence, int, int]], size: int, windows: WindowBlocks | None = None
+) -> StepInput:
+    """Makes the input of a step that computes `chunks`, (sequence, start, end) each, with blocks of `size` tokens.
+
+    windows: the places of blocks in layers with a window, where these have caches of their own size.
+    """
+    chunks = tuple(chunks)
     ids, positions, slots, lengths = (array("q") for _ in range(4))
     counts, tables = list[int](), list[list[int]]()
     for seq, start, end in chunks:
@@ -66,7 +86,18 @@ def step_input(chunks: Iterable[tuple[TokenSequence, int, int]], size: int) -> S
         counts.append(end - start)
         lengths.append(end)
         tables.append(seq.block_table[: -(-end // size)])
-    return StepInput(_tensor(ids), _tensor(positions), _tensor(slots), counts, lengths, tables)
+    near = None if windows is None else _near(chunks, size, windows)
+    return StepInput(_tensor(ids), _tensor(positions), _tensor(slots), counts, lengths, tables, near=near)
+
+
+def _near(chunks: Sequence[tuple[TokenSequence, int, int]], size: int, windows: WindowBlocks) -> Near:
+    slots, tables = array("q"), list[list[int]]()
+    for seq, start, end in chunks:
+        first, last = seq.window_start, -(-end // size)
+        table = [0] * first + [windows.at[block] for block in seq.block_table[first:last]]
+        slots.extend(table[p // size] * size + p % size for p in range(start, end))
+        tables.append(table)
+    return Near(windows.windows.layers, _tensor(slots), tables)
 
 
 def _tensor(values: array[int]) -> Tensor:
@@ -120,8 +151,11 @@ class TorchForward:
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         device = self._kv_cache[0].device
-        attend = self._attention.planned(step.counts, step.lengths, step.tables)
-        context = PagedContext(self._kv_cache, sent(step.slots, device), attend, written)
+        paging = Paging(sent(step.slots, device), self._attention.planned(step.counts, step.lengths, step.tables))
+        near, size = None, self._kv_cache[0].shape[3]
+        if (its := step.near) is not None:
+            near = Paging(sent(its.slots, device), self._attention.planned(step.counts, *_seen(step, its.tables, size)))
+        context = PagedContext(self._kv_cache, paging, near, its.layers if its else frozenset(), written)
         self._taps.rows.clear()
         enter = self._taps.enter if self._taps.at else None
         ids, positions = sent(step.input_ids, device), sent(step.positions, device)
@@ -137,18 +171,39 @@ class TorchForward:
         return RowAdapters(step.adapters, step.counts, part_sizes(self._model.config)) if any(step.adapters) else None
 
 
-@dataclass(frozen=True, slots=True)
-class PagedContext:
-    """The `attend` that a model gets in one step; it writes each token's KV to its slot of `slots` (tokens,)."""
+def _seen(step: StepInput, tables: Sequence[Sequence[int]], size: int) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
+    """Cuts lengths and tables of a step's contexts to what layers with a window see, from a multiple of KEYS_AT_ONCE
+    on, so that a token's sums are taken in the same parts whatever its step."""
+    lengths, cut, each = list[int](), list[Sequence[int]](), math.lcm(KEYS_AT_ONCE, size) // size
+    for length, table in zip(step.lengths, tables, strict=True):
+        unseen = next((i for i, block in enumerate(table) if block), 0) // each * each
+        lengths.append(length - unseen * size)
+        cut.append(table[unseen:])
+    return lengths, cut
 
-    kv_cache: list[Tensor]
+
+class Paging(NamedTuple):
+    """The slots (tokens,) of a step's tokens in a cache, and their attention to what is there."""
+
     slots: Tensor
     attend: StepAttend
+
+
+@dataclass(frozen=True, slots=True)
+class PagedContext:
+    """The `attend` that a model gets in one step; it writes each token's KV to its slot, of `near_layers` as `near`
+    says."""
+
+    kv_cache: list[Tensor]
+    paging: Paging
+    near: Paging | None
+    near_layers: frozenset[int]
     written: Callable[[int], None] | None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
         kv = self.kv_cache[layer]
-        k, v = write_kv(kv, self.slots, k, v)
+        slots, attend = self.near if self.near is not None and layer in self.near_layers else self.paging
+        k, v = write_kv(kv, slots, k, v)
         if self.written is not None:
             self.written(layer)
-        return self.attend(q, k, v, kv, scope)
+        return attend(q, k, v, kv, scope)

@@ -101,10 +101,12 @@ class CpuForward:
             raise ValueError(f"a step of {len(ids)} tokens, where there is room for {len(self._angles[0])}")
         self._library.tandem_unpack_rows(ctypes.byref(self._embed.struct), ids.data_ptr(), len(ids), self._room_at[0])
         starts, table_starts, tables = _joined(step)
+        near = step.near
+        near_slots, near_tables = (step.slots, tables) if near is None else (near.slots, _tables(near.tables))
         rows = self._adapted_rows(step) if any(step.adapters) else None
         passed = Step(
             *self._room_at, step.positions.data_ptr(), step.slots.data_ptr(),
-            *map(_address, (starts, step.lengths, table_starts, tables)),
+            *map(_address, (starts, step.lengths, table_starts, tables)), near_slots.data_ptr(), _address(near_tables),
             *((_address(rows), self._added_room(len(ids))) if rows else (None, None)),
             len(ids), len(step.lengths),
         )  # fmt: skip
@@ -211,7 +213,11 @@ def _joined(step: StepInput) -> tuple[array[int], array[int], array[int]]:
     """Returns the bounds of each sequence's rows, the bounds of its blocks, and all sequences' blocks in one array."""
     starts = array("q", accumulate(step.counts, initial=0))
     table_starts = array("q", accumulate(map(len, step.tables), initial=0))
-    return starts, table_starts, array("i", chain.from_iterable(step.tables))
+    return starts, table_starts, _tables(step.tables)
+
+
+def _tables(tables: Sequence[Sequence[int]]) -> array[int]:
+    return array("i", chain.from_iterable(tables))
 
 
 def _lora_part(part: LowRank | None, outputs: int) -> LoraPart:

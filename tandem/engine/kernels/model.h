@@ -34,6 +34,8 @@ struct step {
     float *cos, *sin; /* (rows, head_dim / 2): room, too */
     const int64_t *positions, *slots, *starts, *lengths, *table_starts;
     const int32_t *tables;
+    const int64_t *near_slots; /* slots and tables of layers with a window */
+    const int32_t *near_tables;
     const struct lora_part *const *adapters;
     float *added;
     int64_t rows, seqs;

@@ -70,7 +70,7 @@ class Step(ctypes.Structure):
     _fields_ = [
         *((name, _POINTER) for name in ("x", "normed", "qkv", "attended", "inner", "cos", "sin")),
         *((name, _POINTER) for name in ("positions", "slots", "starts", "lengths", "table_starts", "tables")),
-        *((name, _POINTER) for name in ("adapters", "added")),
+        *((name, _POINTER) for name in ("near_slots", "near_tables", "adapters", "added")),
         *((name, _INT) for name in ("rows", "seqs")),
     ]
 

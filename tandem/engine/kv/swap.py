@@ -9,7 +9,7 @@ blocks are copied within host memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.device import sent, settle
-from tandem.engine.scheduling import BlockPool
+from tandem.engine.scheduling import BlockPool, WindowBlocks
 from tandem.engine.step_cost import StepCost
 
 # Copies of blocks: (from, to).
@@ -26,14 +26,25 @@ WEIGHT = 0.2  # the weight of the latest copy in the mean time of copying a bloc
 
 
 class SwapSpace:
-    """Owns the host's blocks and lends them to the scheduler. `now` returns the time in seconds."""
+    """Owns the host's blocks and lends them to the scheduler. `now` returns the time in seconds.
 
-    def __init__(self, kv_cache: list[Tensor], num_blocks: int, now: Callable[[], float]) -> None:
-        self.pool = BlockPool(num_blocks)
-        self._num_device_blocks = len(kv_cache[0])
-        self._kv_cache, self._now = kv_cache, now
+    Layers of `windows`, whose caches have places of their own, are never swapped: sequences of such models are computed
+    again.
+    """
+
+    def __init__(
+        self, kv_cache: list[Tensor], num_blocks: int, now: Callable[[], float], windows: WindowBlocks | None = None
+    ) -> None:
+        near = windows.windows.layers if windows is not None else frozenset[int]()
+        self.pool = BlockPool(0 if near else num_blocks)
+        self._num_device_blocks = len(windows.at) if windows is not None else len(kv_cache[0])
+        self._kv_cache = [kv for layer, kv in enumerate(kv_cache) if layer not in near]
+        self._near = [kv_cache[layer] for layer in sorted(near)]
+        self._now = now
+        shapes = [(self.pool.num_blocks, *kv.shape[1:]) for kv in self._kv_cache]
         self._host = [
-            torch.empty((num_blocks, *kv.shape[1:]), dtype=kv.dtype, pin_memory=kv.is_cuda) for kv in kv_cache
+            torch.empty(shape, dtype=kv.dtype, pin_memory=kv.is_cuda)
+            for shape, kv in zip(shapes, self._kv_cache, strict=True)
         ]
         self._block_s = 0.0  # mean seconds of copying a block one way; 0 before the first copy
         self._step_cost = StepCost()
@@ -53,7 +64,11 @@ class SwapSpace:
     def release(self, blocks: Iterable[int]) -> None:
         self.pool.release([block - self._num_device_blocks for block in blocks])
 
-    def copy(self, copies: Copies) -> None:
+    def copy(self, copies: Copies, of_windows: Sequence[tuple[int, int]] = ()) -> None:
+        """Carries out copies between blocks, and `of_windows` between places of layers with a window."""
+        for source, target in of_windows:
+            for kv in self._near:
+                kv[target] = kv[source]
         for (from_host, to_host), run in groupby(copies, key=self._direction):
             pairs = list(run)
             if not from_host and not to_host:  # one by one: a copy's target may be the next one's source

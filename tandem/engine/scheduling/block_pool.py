@@ -17,14 +17,16 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from tandem.engine.scheduling.window_blocks import WindowBlocks
 from tandem.engine.types import BlockRemoved, BlockStored
 
 
 class BlockPool:
     """Counts references to physical blocks 0 … num_blocks - 1. Callers release each reference they take once."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, windows: WindowBlocks | None = None) -> None:
+        """windows: the places of these blocks in layers with a window, where a model has such."""
+        self.num_blocks, self.windows = num_blocks, windows
         self.num_evicted = 0
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -32,6 +34,8 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         self._tail_of: dict[bytes, int] = {}
         self._tail_name_of: dict[int, bytes] = {}
+        if windows is not None:
+            windows.is_named = self._hash_of.__contains__
         self._stored: dict[bytes, bytes] = {}
         self._removed: dict[bytes, None] = {}
 
@@ -40,19 +44,23 @@ class BlockPool:
         """The number of blocks that no sequence references, cached or not."""
         return len(self._free)
 
-    def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Returns the blocks of the longest cached prefix of a chain, without taking references to them."""
+    def match(self, hashes: Iterable[bytes], seen: int | None = None) -> list[int]:
+        """Returns the blocks of the longest cached prefix of a chain, without taking references to them.
+
+        seen: how many of its last blocks must be here for layers with a window, too; None: as many as these see.
+        """
         found: list[int] = []
         for name in hashes:
             block = self._block_of.get(name)
             if block is None:
                 break
             found.append(block)
-        return found
+        return found if self.windows is None else found[: self.windows.usable(found, seen)]
 
     def match_tail(self, name: bytes) -> int | None:
         """Returns a block that begins with the named tokens, or None; it may be copied until the next step computes."""
-        return self._tail_of.get(name, self._block_of.get(name))
+        block = self._tail_of.get(name, self._block_of.get(name))
+        return None if block is not None and self.windows is not None and not self.windows.at[block] else block
 
     def has_room(
         self, num_new: int, cached: Sequence[int] = (), spare: int = 0, leaving: Iterable[Sequence[int]] = ()
@@ -77,6 +85,8 @@ class BlockPool:
     def _take_new(self) -> int:
         block, _ = self._free.popitem(last=False)
         self._references[block] = 1
+        if self.windows is not None:
+            self.windows.forget(block)
         self.num_evicted += block in self._hash_of
         self._forget(block)
         self._forget_tail(block)
@@ -96,16 +106,21 @@ class BlockPool:
         If another block with the same contents is findable and in use, that block stays the findable one.
         """
         known = self._block_of.get(name)
-        if known is not None and known not in self._free:
+        if known is not None and known not in self._free and not self._is_better(block, known):
             return
         if known is not None:
             self._forget(known)
-            self._free.move_to_end(known, last=False)
+            if known in self._free:
+                self._free.move_to_end(known, last=False)
         self._block_of[name], self._hash_of[block] = block, name
         if name in self._removed:
             del self._removed[name]
         else:
             self._stored[name] = parent
+
+    def _is_better(self, block: int, known: int) -> bool:
+        """True if layers with a window have the new block alone."""
+        return self.windows is not None and not self.windows.at[known] and bool(self.windows.at[block])
 
     def register_tail(self, block: int, name: bytes) -> None:
         """Makes a referenced block findable by `name`, the hash of the tokens that it begins with."""

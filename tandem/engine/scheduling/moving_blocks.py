@@ -1,7 +1,8 @@
 """Blocks that no sequence holds while they move between this worker's cache and another's.
 
 lend     cached ──> referenced, so that they stay as they are while they are sent ──> release
-expect   of a chain: its cached blocks, and new blocks for the rest, which no sequence can find yet
+expect   of a chain: its cached blocks, and new blocks for the rest, which no sequence can find yet; for layers with a
+         window, places for the last of what comes, or for all
          ──> land: blocks that have arrived are findable ──> release
          ──> give_up: they may still be written, but no sequence waits for them ──> land, release
 
@@ -13,8 +14,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain as chained
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.engine.scheduling.block_pool import BlockPool
+
+if TYPE_CHECKING:
+    from tandem.engine.kv import KVLayout
+
+
+class LentBlocks(NamedTuple):
+    """Cached blocks, and their places in layers with a window: 0 where they are not sent."""
+
+    blocks: list[int]
+    places: list[int]
+
+    def of(self, layer: int, layout: KVLayout) -> list[int]:
+        """Returns where the blocks lie in a layer's cache."""
+        return self.places if layout.windows is not None and layer in layout.windows.layers else self.blocks
+
+
+class ExpectedBlocks(NamedTuple):
+    """How many blocks of a chain are cached, new blocks for the rest, and where windows of these go: one place may be
+    several blocks', of which only the last is sent."""
+
+    num_cached: int
+    blocks: list[int]
+    places: list[int]
 
 
 class MovingBlocks:
@@ -25,6 +50,8 @@ class MovingBlocks:
         self._tables: dict[str, list[int]] = {}
         self._expected: dict[str, Sequence[bytes]] = {}  # the chain of each transfer
         self._coming: dict[str, dict[bytes, None]] = {}  # names of the new blocks, until given up
+        self._held: dict[str, list[int]] = {}  # blocks held in windows, of each transfer
+        self._places: dict[str, list[int]] = {}  # places in windows for what is to come, of each transfer
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -32,15 +59,34 @@ class MovingBlocks:
     def tables(self) -> Iterator[Sequence[int]]:
         return iter(self._tables.values())
 
-    def lend(self, transfer_id: str, names: Sequence[bytes]) -> list[int]:
-        """References and returns the blocks of `names`, up to the first that is not cached."""
-        return self._hold(transfer_id, self._pool.take(0, self._pool.match(names)) or [])
+    def held_in_windows(self) -> Iterator[Sequence[int]]:
+        return iter(self._held.values())
 
-    def lend_each(self, transfer_id: str, names: Sequence[bytes]) -> dict[bytes, int]:
-        """References and returns every cached block of `names`, by its name."""
-        found = {name: block for name in names for block in self._pool.match([name])}
-        self._hold(transfer_id, self._pool.take(0, list(found.values())) or [])
-        return found
+    def places(self) -> Iterator[Sequence[int]]:
+        return iter(self._places.values())
+
+    def lend(self, transfer_id: str, names: Sequence[bytes]) -> LentBlocks:
+        """References and returns the blocks of `names`, up to the first that is not cached."""
+        windows = self._pool.windows
+        moved = None if windows is None else windows.windows.moved
+        blocks = self._hold(transfer_id, self._pool.take(0, self._pool.match(names, moved)) or [])
+        return LentBlocks(blocks, self._held_places(transfer_id, blocks, len(blocks) if moved is None else moved))
+
+    def lend_each(self, transfer_id: str, names: Sequence[bytes]) -> tuple[list[bytes], LentBlocks]:
+        """References every cached block of `names`; returns the names of these, and the blocks."""
+        found = {name: block for name in names for block in self._pool.match([name], 1)}
+        blocks = self._hold(transfer_id, self._pool.take(0, list(found.values())) or [])
+        return list(found), LentBlocks(blocks, self._held_places(transfer_id, blocks, len(blocks)))
+
+    def _held_places(self, transfer_id: str, blocks: list[int], moved: int) -> list[int]:
+        """Holds the last `moved` blocks in windows, too, and returns all blocks' places."""
+        windows = self._pool.windows
+        if windows is None:
+            return []
+        first = max(0, len(blocks) - moved)
+        self._held[transfer_id] = blocks[first:]
+        windows.hold(blocks[first:])
+        return [0] * first + [windows.at[block] for block in blocks[first:]]
 
     def coming(self) -> set[bytes]:
         """Returns the names of the blocks that transfers under way may bring."""
@@ -50,11 +96,14 @@ class MovingBlocks:
         """Returns how many blocks of `names` are cached, up to the first that is not."""
         return len(self._pool.match(names))
 
-    def expect(self, transfer_id: str, chain: Sequence[bytes], spare: int) -> tuple[int, list[int]] | None:
-        """Takes new blocks for the uncached part of `chain`, a root and the names after it.
+    def expect(
+        self, transfer_id: str, chain: Sequence[bytes], spare: int, *, is_whole: bool = False
+    ) -> ExpectedBlocks | None:
+        """Takes new blocks for the uncached part of `chain`, a root and the names after it. `is_whole`: layers with a
+        window get all of these, not only a window's.
 
-        Returns how many blocks are cached, and the new blocks. None if all are cached, if another transfer brings the
-        first new one, or if fewer than `spare` blocks would stay free.
+        Returns None if all are cached, if another transfer brings the first new one, or if fewer than `spare` blocks
+        would stay free.
         """
         cached = self._pool.match(chain[1:])
         new = chain[1 + len(cached) :]
@@ -62,15 +111,33 @@ class MovingBlocks:
             return None
         if not self._pool.has_room(len(new), cached, spare):
             return None
+        if (places := self._new_places(transfer_id, len(new), spare, is_whole)) is None:
+            return None
         table = self._hold(transfer_id, self._pool.take(len(new), cached) or [])
         self._expected[transfer_id], self._coming[transfer_id] = chain, dict.fromkeys(new)
-        return len(cached), table[len(cached) :]
+        return ExpectedBlocks(len(cached), table[len(cached) :], places)
+
+    def _new_places(self, transfer_id: str, count: int, spare: int, is_whole: bool) -> list[int] | None:
+        windows = self._pool.windows
+        if windows is None:
+            return []
+        distinct = count if is_whole else min(count, windows.windows.moved)
+        if windows.num_free < distinct + spare or (places := windows.take(distinct)) is None:
+            return None
+        self._places[transfer_id] = places
+        return [places[i % distinct] for i in range(count)]
 
     def land(self, transfer_id: str, num_cached: int, num_landed: int) -> None:
         """Makes the first `num_landed` new blocks, which arrived verified, findable; releases all of the transfer's."""
-        chain = self._expected[transfer_id]
+        chain, table = self._expected[transfer_id], self._tables[transfer_id]
+        places, windows = self._places.pop(transfer_id, []), self._pool.windows
+        if windows is not None:
+            for i in range(max(0, num_landed - len(places)), num_landed):
+                windows.give(places[i % len(places)], table[num_cached + i])
+            for place in places[num_landed:]:
+                windows.give(place)
         for i in range(num_cached, num_cached + num_landed):
-            self._pool.register(self._tables[transfer_id][i], chain[i + 1], chain[i])
+            self._pool.register(table[i], chain[i + 1], chain[i])
         self.release(transfer_id)
 
     def give_up(self, transfer_id: str) -> None:
@@ -80,6 +147,10 @@ class MovingBlocks:
     def release(self, transfer_id: str) -> None:
         self.give_up(transfer_id)
         self._expected.pop(transfer_id, None)
+        if (windows := self._pool.windows) is not None:
+            windows.drop(self._held.pop(transfer_id, ()))
+            for place in self._places.pop(transfer_id, ()):
+                windows.give(place)
         self._pool.release(self._tables.pop(transfer_id, ()))
 
     def _hold(self, transfer_id: str, taken: list[int]) -> list[int]:

@@ -54,11 +54,12 @@ class Batch:
     budget: int
     scheduled: list[Scheduled] = field(default_factory=list)
 
-    def add(self, seq: Sequence) -> None:
-        left = len(seq.token_ids) - seq.num_computed_tokens
-        num_tokens = min(left, self.budget)
+    def add(self, seq: Sequence, num_tokens: int) -> None:
         self.budget -= num_tokens
-        self.scheduled.append(Scheduled(seq, num_tokens, num_tokens == left))
+        self.scheduled.append(Scheduled(seq, num_tokens, num_tokens == seq.num_uncomputed_tokens))
+
+    def has(self, seq: Sequence) -> bool:
+        return any(item.seq is seq for item in self.scheduled)
 
 
 class SequenceQueue:
@@ -302,19 +303,32 @@ class Scheduler:
         coming = self._coming() if self.waiting else set()
         has_room = True
         left = batch.budget
-        for seq in merge(begun, tuple(self.waiting), key=_turn):
+        waiting = tuple(self.waiting)
+        for seq, has_begun in merge(((seq, True) for seq in begun), ((seq, False) for seq in waiting), key=_turn_of):
             if not batch.budget:
                 break
+            if has_begun and seq.status is not Status.RUNNING:
+                continue  # preempted in this loop
             if (self.suspects or self.apart) and not self._takes_part(seq):
                 has_room = has_room and (seq.status is Status.RUNNING or self._has_room(seq, self._need(seq)))
             elif seq.status is Status.RUNNING:
-                batch.add(seq)
+                self._compute_more(batch, seq)
             elif has_room and not (self.blocks.may_share(seq) and self.blocks.first_missing(seq) in coming):
                 has_room = self._admit(seq)
                 if has_room:
-                    batch.add(seq)
+                    self._compute_more(batch, seq)
                     coming |= self.blocks.to_be_prefilled(seq)
         self._num_prefilled_tokens += left - batch.budget
+
+    def _compute_more(self, batch: Batch, seq: Sequence) -> None:
+        """Schedules what the budget and blocks allow of a prompt; preempts sequences after it, rather than nothing."""
+        wanted = min(seq.num_uncomputed_tokens, batch.budget)
+        while not (num_tokens := self.blocks.reach(seq, wanted)):
+            last = next(reversed(self.running))
+            if last is seq or batch.has(last):
+                return
+            self._preempt(last)
+        batch.add(seq, num_tokens)
 
     def _admit(self, seq: Sequence) -> bool:
         """Takes blocks for a waiting sequence and runs it; False if there is no room."""
@@ -370,6 +384,10 @@ class Scheduler:
             for seq in queue:
                 assert seq.status is status, f"{seq.request_id}: {seq.status.value} among the {status.value}"
         self.blocks.check_integrity([seq for queue in self._queues.values() for seq in queue])
+
+
+def _turn_of(item: tuple[Sequence, bool]) -> tuple[int, int, int]:
+    return _turn(item[0])
 
 
 def _turn(seq: Sequence) -> tuple[int, int, int]:

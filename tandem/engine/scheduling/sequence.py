@@ -90,6 +90,8 @@ class Sequence:
     waits_since: float = 0.0
     num_reserved_blocks: int = 0
     block_table: list[int] = field(default_factory=list)
+    window_start: int = 0  # of the table, the part that layers with a window hold: see SequenceWindows
+    window_end: int = 0
     swapped_blocks: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_registered_blocks: int = 0

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tandem.engine.scheduling.block_pool import BlockPool
 from tandem.engine.scheduling.moving_blocks import MovingBlocks
 from tandem.engine.scheduling.sequence import BlockUser, Sequence
+from tandem.engine.scheduling.sequence_windows import SequenceWindows
 
 if TYPE_CHECKING:
     from tandem.engine.kv import Copies, SwapSpace
@@ -35,9 +36,12 @@ class SequenceBlocks:
 
     def __init__(self, pool: BlockPool, swap: SwapSpace, *, block_size: int, prefix_caching: bool) -> None:
         self._pool, self._swap, self._block_size, self._prefix_caching = pool, swap, block_size, prefix_caching
+        self._windows = None if pool.windows is None else SequenceWindows(pool.windows, block_size)
         self.moving = MovingBlocks(pool, prefix_caching)
-        self.lent: list[tuple[BlockUser, list[int]]] = []  # blocks of left sequences, and their user
+        # Blocks of left sequences, those of them that are held in windows, and their user.
+        self.lent: list[tuple[BlockUser, list[int], list[int]]] = []
         self._copies: Copies = []
+        self._window_copies: Copies = []  # between places of windows
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
@@ -60,34 +64,63 @@ class SequenceBlocks:
         cached = self.cached(seq, need.num_known - 1)
         new = self.blocks_for(need.num_tokens) - len(cached)
         spare = num_running - len(leaving) if need.leaves_spare else 0
-        return self._pool.has_room(new, cached, spare, [other.block_table for other in leaving])
+        if not self._pool.has_room(new, cached, spare, [other.block_table for other in leaving]):
+            return False
+        return self._windows is None or self._windows.has_room(
+            cached, *self._first_held(need, len(cached)), spare, leaving
+        )
+
+    def _first_held(self, need: BlockNeed, num_cached: int) -> tuple[int, int]:
+        """Returns the blocks that a sequence with `num_cached` blocks holds in windows from the beginning: (first,
+        end). For more, which a long prompt takes, it may have to wait."""
+        assert self._pool.windows is not None
+        windows, start = self._pool.windows.windows, num_cached
+        first = start - windows.seen - 1
+        if need.num_tokens > need.num_known:  # another worker prefills the prompt, and sends only `moved` blocks
+            start = need.num_known // self._block_size
+            first, sent = start - windows.seen - 1, self.blocks_for(need.num_known) - windows.moved
+            first = sent if sent > num_cached else first
+        return max(0, first), min(self.blocks_for(need.num_tokens), start + windows.held)
 
     def take(self, seq: Sequence, need: BlockNeed) -> None:
         """Takes cached blocks and new ones; swapped blocks beyond the cached ones are copied back to new ones."""
         cached = self.cached(seq, need.num_known - 1)
         reads_rest = need.num_tokens == need.num_known  # for a reservation, another worker prefills the rest
         source = self._tail_source(seq, need.num_known, len(cached)) if reads_rest else None
+        place = 0 if source is None or self._pool.windows is None else self._pool.windows.at[source]
         blocks = self._pool.take(self.blocks_for(need.num_tokens) - len(cached), cached)
         assert blocks is not None, f"{seq.request_id}: no blocks, although there was room"
         seq.block_table, seq.num_registered_blocks = blocks, len(cached)
         self._copies += zip(seq.swapped_blocks[len(cached) :], blocks[len(cached) :], strict=False)
         self.release_swapped(seq)
+        if self._windows is not None:
+            self._windows.enter(seq, len(cached), *self._first_held(need, len(cached)))
         seq.num_computed_tokens = max(seq.num_computed_tokens, len(cached) * self._block_size)
         if source is not None:
-            self._copy_tail(seq, need.num_known, source)
+            self._copy_tail(seq, need.num_known, source, place)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed_tokens
 
     def grow(self, seq: Sequence) -> bool:
         """Takes one more block if the sequence has none for its last token; False if no block is free."""
-        if len(seq.token_ids) <= len(seq.block_table) * self._block_size:
-            return True
-        new = self._pool.take(1)
-        seq.block_table += new or []
-        return new is not None
+        length = len(seq.token_ids)
+        if length > len(seq.block_table) * self._block_size:
+            if (new := self._pool.take(1)) is None:
+                return False
+            seq.block_table += new
+        return self._windows is None or self._windows.reach(seq, length - 1, length) == length
 
     def has_place(self, seq: Sequence, num_tokens: int) -> bool:
-        return num_tokens <= len(seq.block_table) * self._block_size
+        end = len(seq.block_table) if self._windows is None else seq.window_end
+        return num_tokens <= end * self._block_size
+
+    def reach(self, seq: Sequence, num_tokens: int) -> int:
+        """Returns how many of the next `num_tokens` tokens the sequence has room to compute now, all but where layers
+        have windows: then it takes that room."""
+        if self._windows is None:
+            return num_tokens
+        start = seq.num_computed_tokens
+        return max(0, self._windows.reach(seq, start, start + num_tokens) - start)
 
     def extend(self, seq: Sequence, num_ahead: int) -> int:
         """Takes free blocks for `num_ahead` proposed tokens, preempting no sequence; returns how many tokens fit."""
@@ -95,17 +128,25 @@ class SequenceBlocks:
         while room < num_ahead and (new := self._pool.take(1)) is not None:
             seq.block_table += new
             room += self._block_size
-        return min(room, num_ahead)
+        ahead = min(room, num_ahead)
+        if self._windows is not None:
+            ahead = self._windows.reach(seq, seq.num_computed_tokens, seq.num_tokens + ahead) - seq.num_tokens
+        return max(0, ahead)
 
     def release_ahead(self, seq: Sequence) -> None:
         """Releases the blocks that only refused proposals needed."""
         needed = max(self.blocks_for(seq.num_tokens), seq.num_reserved_blocks)
         if needed < len(seq.block_table):
+            if self._windows is not None:
+                self._windows.cut(seq, needed)
             self._pool.release(seq.block_table[needed:])
             del seq.block_table[needed:]
 
     def swap_out(self, seq: Sequence) -> bool:
         """Has the sequence's KV copied to host memory if that pays; otherwise all of its KV must be computed again."""
+        if self._windows is not None:  # host memory holds no windows
+            seq.num_computed_tokens = 0
+            return False
         used = seq.block_table[: self.blocks_for(seq.num_computed_tokens)]
         seq.swapped_blocks = self._swap.take(seq.num_computed_tokens, len(used)) or []
         self._copies += zip(used, seq.swapped_blocks, strict=False)
@@ -114,10 +155,11 @@ class SequenceBlocks:
         return bool(seq.swapped_blocks)
 
     def release(self, seq: Sequence) -> None:
+        held = [] if self._windows is None else self._windows.leave(seq)
         if (reader := seq.reader) is not None:
-            self.lent.append((reader, seq.block_table))
+            self.lent.append((reader, seq.block_table, held))
         else:
-            self._pool.release(seq.block_table)
+            self._give_back(seq.block_table, held)
         seq.block_table, seq.num_registered_blocks, seq.num_drafted_tokens = [], 0, 0
         seq.num_reserved_blocks = 0
 
@@ -127,15 +169,21 @@ class SequenceBlocks:
 
     def release_lent(self) -> None:
         lent, self.lent = self.lent, []
-        for reader, blocks in lent:
+        for reader, blocks, held in lent:
             if reader.reading:
-                self.lent.append((reader, blocks))
+                self.lent.append((reader, blocks, held))
             else:
-                self._pool.release(blocks)
+                self._give_back(blocks, held)
 
-    def take_copies(self) -> Copies:
-        """Returns the copies to carry out, in this order, before any block is written again."""
-        copies, self._copies = self._copies, []
+    def _give_back(self, blocks: list[int], held: list[int]) -> None:
+        if self._pool.windows is not None:
+            self._pool.windows.drop(held)
+        self._pool.release(blocks)
+
+    def take_copies(self) -> tuple[Copies, Copies]:
+        """Returns the copies to carry out, in this order, before any block is written again: of blocks, and of places
+        in windows."""
+        copies, self._copies, self._window_copies = (self._copies, self._window_copies), [], []
         return copies
 
     def register(self, seq: Sequence) -> None:
@@ -180,9 +228,12 @@ class SequenceBlocks:
             return None
         return self._pool.match_tail(seq.hashes.tail(seq.token_ids, num_known))
 
-    def _copy_tail(self, seq: Sequence, num_known: int, source: int) -> None:
+    def _copy_tail(self, seq: Sequence, num_known: int, source: int, place: int) -> None:
+        """Has the tail copied from the block `source`, whose place in windows was `place`."""
         target = seq.block_table[(num_known - 1) // self._block_size]
         self._copies.append((source, target))
+        if self._pool.windows is not None:
+            self._window_copies.append((place, self._pool.windows.at[target]))
         self._pool.register_tail(target, seq.hashes.tail(seq.token_ids, num_known))
         seq.num_computed_tokens = num_known - 1
 
@@ -197,6 +248,9 @@ class SequenceBlocks:
             assert seq.num_computed_tokens <= room, f"{seq.request_id}: KV for more tokens than it has blocks"
             needed = max(self.blocks_for(seq.num_tokens), seq.num_reserved_blocks)
             assert len(seq.block_table) <= needed, f"{seq.request_id}: more blocks than its tokens need"
-        lent = [blocks for _, blocks in self.lent]
+        lent = [blocks for _, blocks, _ in self.lent]
+        if self._windows is not None:
+            of_lent = (held for _, _, held in self.lent)
+            self._windows.check_integrity(live, [*of_lent, *self.moving.held_in_windows()], self.moving.places())
         self._pool.check_integrity([*(seq.block_table for seq in live), *lent, *self.moving.tables()])
         self._swap.check_integrity(seq.swapped_blocks for seq in live)

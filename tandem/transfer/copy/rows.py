@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tandem.transfer.protocol.endpoint import ALL_FAR, NearLayers
+
 LINE = 64  # bytes of a cache line
 
 
@@ -61,15 +63,18 @@ class Source:
 
 
 class KVCache:
-    """The receiver's cache, one (num_blocks, ...) tensor a layer, all of one block size and count."""
+    """The receiver's cache, one (num_blocks, ...) tensor a layer, all of one block size, and all of one count but for
+    those of `near` layers, which have a count of their own."""
 
-    def __init__(self, layers: Sequence[torch.Tensor]) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], near: NearLayers = ALL_FAR) -> None:
         rows = [Rows(kv, f"kv_cache[{layer}]") for layer, kv in enumerate(layers)]
-        if not rows or len({(layer.count, layer.row_bytes) for layer in rows}) > 1:
-            shapes = [(layer.count, layer.row_bytes) for layer in rows]
-            raise ValueError(f"kv_cache: need one or more layers of equal shape, got (blocks, bytes) {shapes}")
-        self.layers = rows
-        self.num_blocks, self.block_bytes = rows[0].count, rows[0].row_bytes
+        shapes = {(layer in near.layers, one.count, one.row_bytes) for layer, one in enumerate(rows)}
+        counts = {is_near: count for is_near, count, _ in shapes}
+        if not rows or len(shapes) > len(counts) or len({row_bytes for _, _, row_bytes in shapes}) > 1:
+            have = [(layer.count, layer.row_bytes) for layer in rows]
+            raise ValueError(f"kv_cache: need one or more layers of equal shape, got (blocks, bytes) {have}")
+        self.layers, self._near, self._num_places = rows, near, counts.get(True, 0)
+        self.num_blocks, self.block_bytes = counts.get(False, 1 << 40), rows[0].row_bytes
         self.num_layers = len(rows)
 
     def ids(self, block_ids: Sequence[int], first_block: int) -> NDArray[np.int64]:
@@ -83,4 +88,19 @@ class KVCache:
         written = ids[first_block:].tolist()
         if written and not (len(set(written)) == len(written) and 0 <= min(written) <= max(written) < self.num_blocks):
             raise ValueError(f"block_ids: must be distinct and in [0, {self.num_blocks}), got {written}")
+        return ids
+
+    def places(self, places: Sequence[int], first_block: int, num_blocks: int) -> NDArray[np.int64]:
+        """Returns places of layers with a window as an array.
+
+        Raises ValueError unless there is one for each block, and those that a transfer writes to are distinct.
+        """
+        ids, moved = np.asarray(places, dtype=np.int64).reshape(-1), self._near.moved
+        if len(ids) != (num_blocks if self._near.layers else 0):
+            raise ValueError(f"places: {len(ids)} for {num_blocks} blocks and {len(self._near.layers)} layers")
+        written = ids[self._near.first(min(self._near.layers, default=0), first_block, len(ids)) :].tolist()
+        if written and not (len(set(written)) == len(written) <= moved and 0 < min(written) <= max(written)):
+            raise ValueError(f"places: must be distinct, at most {moved} and above 0, got {written}")
+        if max(ids, default=0) >= max(1, self._num_places):
+            raise ValueError(f"places: {ids.tolist()} are not all below {self._num_places}")
         return ids

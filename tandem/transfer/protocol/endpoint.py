@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.liveness import QUIET, Vitals
 from tandem.security import NO_SECRET, ClusterSecret
@@ -20,13 +21,30 @@ class LinkPeer:
         return f"{self.worker_id}/{self.incarnation}"
 
 
+class NearLayers(NamedTuple):
+    """The layers with a window. Of these a transfer has only the last `moved` blocks, and the receiver's cache has
+    places of their own, of another number. Both follow from the layout."""
+
+    layers: frozenset[int] = frozenset()
+    moved: int = 0
+
+    def first(self, layer: int, first_block: int, end: int) -> int:
+        """Returns the first block that a transfer of blocks `first_block` … `end` has of a layer."""
+        return max(first_block, end - self.moved) if layer in self.layers else first_block
+
+
+ALL_FAR = NearLayers()
+
+
 @dataclass(frozen=True)
 class LocalPeer:
-    """The worker at this end of links: its identity, the secret that proves it, the vitals that its pings report."""
+    """The worker at this end of links: its identity, the secret that proves it, the vitals that its pings report, the
+    layers with a window in its layout."""
 
     identity: LinkPeer
     secret: ClusterSecret = NO_SECRET
     vitals: Vitals = QUIET
+    near: NearLayers = ALL_FAR
 
 
 @dataclass(frozen=True)

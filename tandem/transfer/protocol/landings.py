@@ -45,6 +45,7 @@ class Landing:
 
     may_be_less: the sender may send only some of the blocks, from the first on; BEGIN names how many.
     sender: the only incarnation that may send it; empty: any may. begin_by: the time by which that sender must begin.
+    places: where the blocks go in layers with a window; empty if there are none.
     fences: futures that resolve once the transfer is no longer `busy`.
     """
 
@@ -57,6 +58,7 @@ class Landing:
     sender: str = ""
     begin_by: float = math.inf
     may_be_less: bool = False
+    places: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     overtaken: bool = False  # since it was expected, its sender has opened a newer link
     coverage: Coverage | None = None
     link: LandingLink | None = None

@@ -23,6 +23,7 @@ from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import FrameShape, LocalPeer, TransferError
 from tandem.transfer.protocol.landings import Landing, Landings
 from tandem.transfer.protocol.wire import (
+    NEAR,
     WHOLE,
     Begin,
     Failure,
@@ -67,7 +68,7 @@ class ReceiverProtocol:
     ) -> None:  # fmt: skip
         self.local, self.landings, self.shape = local.identity, landings, shape
         self.liveness = Liveness(now, local.vitals.starvation)
-        self._secret, self._vitals = local.secret, local.vitals
+        self._secret, self._vitals, self._near = local.secret, local.vitals, local.near
         self.outbox: deque[LinkMessage] = deque()
         self.ended: deque[Landing] = deque()
         self.read: list[LinkMessage] = []
@@ -260,7 +261,7 @@ class ReceiverProtocol:
         if landing.may_be_less:
             num_blocks = min(begin.num_blocks, num_blocks)
         expected = (landing.first_block, num_blocks, self.shape.num_layers)
-        landing.coverage = Coverage(*expected)
+        landing.coverage = Coverage(*expected, self._near)
         if (begin.first_block, begin.num_blocks, begin.num_layers) != expected:
             have = f"first_block {begin.first_block}, num_blocks {begin.num_blocks}, num_layers {begin.num_layers}"
             text = f"{begin.transfer_id}: BEGIN says {have}; {expected} were expected"
@@ -274,7 +275,13 @@ class ReceiverProtocol:
                 self.refuse(message.handle, TransferError("FAILED_PRECONDITION", "FRAME of an unknown transfer"))
             return None
         first, end = message.first_block, message.first_block + message.num_blocks
-        fault = f"{message.extent}: whole layers are taken here" if message.extent != WHOLE else ""
+        is_near = message.layer in self._near.layers
+        wanted = NEAR if is_near else WHOLE
+        fault = (
+            f"{message.extent}: whole layers are taken here, of group {wanted.group}"
+            if message.extent != wanted
+            else ""
+        )
         fault = fault or landing.coverage.fault(message.layer, first, message.num_blocks) or self._side.fault(message)
         if not fault and message.length != message.num_blocks * self.shape.block_bytes:
             fault = f"{message.length} bytes for {message.num_blocks} blocks of {self.shape.block_bytes}"
@@ -282,7 +289,7 @@ class ReceiverProtocol:
             self.read.append(message)
             self._fail_transfer(message, "FAILED_PRECONDITION", fault)
             return None
-        return Write(message, landing, landing.block_ids[first:end])
+        return Write(message, landing, (landing.places if is_near else landing.block_ids)[first:end])
 
     def _probe(self, message: LinkMessage) -> Write:
         if fault := self._side.fault(message):

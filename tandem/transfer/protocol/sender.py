@@ -21,6 +21,8 @@ from tandem.transfer.protocol.coverage import Coverage
 from tandem.transfer.protocol.endpoint import LinkPeer, LocalPeer, TransferError
 from tandem.transfer.protocol.wire import (
     INLINE,
+    NEAR,
+    WHOLE,
     Begin,
     Bytes,
     Checksum,
@@ -120,7 +122,7 @@ class SenderProtocol:
         if num_layers != welcome.num_layers or first_block < 0 or num_blocks < 0:
             have = f"num_layers {num_layers}, first_block {first_block}, num_blocks {num_blocks}"
             raise TransferError("FAILED_PRECONDITION", f"begin: {have}; the receiver has {welcome.num_layers} layers")
-        coverage = Coverage(first_block, num_blocks, num_layers)
+        coverage = Coverage(first_block, num_blocks, num_layers, self._local.near)
         outgoing = Outgoing(self._next_handle(), transfer_id, deadline, coverage, source)
         self._live[outgoing.handle] = outgoing
         body = Begin(
@@ -154,7 +156,7 @@ class SenderProtocol:
             raise outgoing.error.fresh()
         message = self._announced(Kind.FRAME, outgoing.handle, payload)
         message.layer, message.first_block, message.num_blocks = layer, first_block, num_blocks
-        message.source = outgoing.source
+        message.source, message.extent = outgoing.source, NEAR if layer in self._local.near.layers else WHOLE
         if message.later is not None:
             outgoing.gathering.append(message)
         outgoing.to_frame -= 1

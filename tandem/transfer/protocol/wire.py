@@ -82,7 +82,8 @@ class Extent(NamedTuple):
     parts: int = 1
 
 
-WHOLE = Extent()  # all heads of one layer, in a model of one layer group, from a worker of one rank
+WHOLE = Extent()  # all heads of one layer that sees all tokens, from a worker of one rank
+NEAR = Extent(group=1)  # the same of a layer with a window
 
 
 @dataclass(slots=True)

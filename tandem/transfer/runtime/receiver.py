@@ -49,7 +49,7 @@ class Receiver:
         self.identity, self._local = local.identity, local
         runtime = runtime or LinkRuntime()
         self._transports = make_transports(transports, runtime.network)
-        self._cache = KVCache(kv_cache)
+        self._cache = KVCache(kv_cache, local.near)
         self._driver, self._new_nonce, self._max_links = runtime.driver, runtime.new_nonce, max_links
         self._landings = SharedLandings()
         self.on_fetch: OnFetch = lambda peer, fetch: None
@@ -68,13 +68,14 @@ class Receiver:
     def expect(
         self, transfer_id: str, *, block_ids: Sequence[int], first_block: int, timeout_s: float,
         on_commit: Callable[[bytes, int], None], on_abort: Callable[[str, str], None], sender: str = "",
-        may_be_less: bool = False,
+        may_be_less: bool = False, places: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """Lets one sender write logical blocks [first_block, len(block_ids)) of the sequence to the cache.
 
-        block_ids: physical id of every logical prompt block. timeout_s: the time until the commit. sender: the only
-        incarnation that may send, which must begin within BEGIN_SECONDS and whose lost link ends the transfer; empty:
-        any. may_be_less: the sender may send only the first of these blocks; the bytes received show how many.
+        block_ids: physical id of every logical prompt block. places: its place in layers with a window. timeout_s: the
+        time until the commit. sender: the only incarnation that may send, which must begin within BEGIN_SECONDS and
+        whose lost link ends the transfer; empty: any. may_be_less: the sender may send only the first of these blocks;
+        the bytes received show how many.
 
         Exactly one of on_commit(payload, bytes received) and on_abort(code, reason) is called once, unless `cancel`
         comes first; the blocks may be given to another sequence as soon as either begins. Raises ValueError naming a
@@ -85,6 +86,7 @@ class Receiver:
         landing = Landing(
             transfer_id, ids, first_block, now + timeout_s, on_commit, on_abort, sender,
             begin_by=now + BEGIN_SECONDS if sender else math.inf, may_be_less=may_be_less,
+            places=self._cache.places(places, first_block, len(ids)),
         )  # fmt: skip
         with self._landings.lock:
             if self._closing:

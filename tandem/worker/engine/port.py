@@ -40,11 +40,13 @@ class EngineStuck(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """A sequence is in the engine. `block_ids`: of a reservation, the blocks for its prompt, in order."""
+    """A sequence is in the engine. `block_ids`: of a reservation, the blocks for its prompt, in order, and
+    their `places` in layers with a window."""
 
     request_id: str
     num_cached_tokens: int = 0
     block_ids: Sequence[int] | None = None
+    places: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import structlog
 from opentelemetry import trace
 
 from tandem.catalogue.spans import TRUNCATED
-from tandem.engine import Engine, Request
+from tandem.engine import Engine, ExpectedBlocks, LentBlocks, Request
 from tandem.process import WorkThreads
 from tandem.transfer import Fetch, KVSource, Link, LinkPeer, TransferError
 from tandem.v1 import worker_pb2
@@ -48,7 +48,7 @@ class KVLandings(Protocol):
     def expect(
         self, transfer_id: str, *, block_ids: Sequence[int], first_block: int, timeout_s: float,
         on_commit: Callable[[bytes, int], None], on_abort: Callable[[str, str], None], sender: str = "",
-        may_be_less: bool = False,
+        may_be_less: bool = False, places: Sequence[int] = (),
     ) -> None: ...  # fmt: skip
 
     def cancel(self, transfer_id: str) -> Future[None]: ...
@@ -104,7 +104,7 @@ class KVFetcher:
                     "kv.transfer.peer": holder.peer.worker_id,
                     "kv.transfer.peer_incarnation": holder.peer.incarnation,
                     "kv.transfer.blocks": num_blocks,
-                    "kv.transfer.bytes": num_blocks * self._block_bytes,
+                    "kv.transfer.bytes": self._engine.engine.layout.moved_bytes(num_blocks),
                 }
             )
             if not num_blocks:
@@ -112,10 +112,10 @@ class KVFetcher:
         return num_blocks * self._engine.engine.layout.block_size
 
     async def _landed(
-        self, transfer_id: str, chain: Sequence[bytes], room: tuple[int, list[int]], holder: Holder, timeout_s: float
+        self, transfer_id: str, chain: Sequence[bytes], room: ExpectedBlocks, holder: Holder, timeout_s: float
     ) -> int:
         """Runs one transfer into `room`. Returns the number of blocks that have arrived and are cached."""
-        num_cached, block_ids = room
+        num_cached, block_ids, places = room
         num_blocks, why = 0, ""
         loop = asyncio.get_running_loop()
         landed: asyncio.Future[tuple[int, str]] = loop.create_future()
@@ -124,14 +124,13 @@ class KVFetcher:
             async with asyncio.timeout(timeout_s):
                 self._receiver.expect(
                     transfer_id, block_ids=block_ids, first_block=0, timeout_s=timeout_s,
-                    on_commit=lambda payload, num_bytes: _soon(loop, _settle, landed, num_bytes, ""),
+                    on_commit=lambda *sent: _soon(loop, _settle, landed, self._num_sent(*sent), ""),
                     on_abort=lambda code, reason: _soon(loop, _settle, landed, 0, f"{code}: {reason}"),
-                    sender=holder.peer.incarnation, may_be_less=True,
+                    sender=holder.peer.incarnation, may_be_less=True, places=places,
                 )  # fmt: skip
                 link = await self._link_to(holder.peer, holder.address)
                 link.fetch(Fetch.of(transfer_id, self._address, timeout_s, chain[1 + num_cached :]))
-                num_bytes, why = await landed
-                num_blocks = num_bytes // self._block_bytes
+                num_blocks, why = await landed
         except TimeoutError:
             why = f"it has not come in {timeout_s} s"
         except TransferError as error:
@@ -158,10 +157,11 @@ class KVFetcher:
         if transfer_id in self._under_way:
             self.stuck = f"transfer {transfer_id} is still being written after {FENCE_WAIT_S} s"
 
-    @property
-    def _block_bytes(self) -> int:
+    def _num_sent(self, payload: bytes, num_bytes: int) -> int:
+        """Returns how many blocks have come, which the lender says: of layers with a window fewer bytes come."""
         layout = self._engine.engine.layout
-        return layout.block_bytes * layout.num_layers
+        said = int.from_bytes(payload[:4]) if payload else num_bytes // layout.whole_block_bytes
+        return said if layout.moved_bytes(said) == num_bytes else 0
 
 
 class KVLender:
@@ -216,20 +216,22 @@ class KVLender:
 
     async def _lend(self, name: str, peer: LinkPeer, fetch: Fetch) -> None:
         names, timeout_s = fetch.block_names(), min(fetch.timeout_ms / 1000, FETCH_S)
-        blocks = await at_once(self._engine, name, lambda engine: engine.moving.lend(name, names))
+        lent = await at_once(self._engine, name, lambda engine: engine.moving.lend(name, names))
         try:
             async with asyncio.timeout(timeout_s):
                 link = await self._link_to(peer, fetch.address)
-                await self._push(link, fetch.transfer_id, blocks, timeout_s)
+                await self._push(link, fetch.transfer_id, lent, timeout_s)
         finally:
             release(self._engine, name)
 
-    async def _push(self, link: Link, transfer_id: str, blocks: Sequence[int], timeout_s: float) -> None:
+    async def _push(self, link: Link, transfer_id: str, lent: LentBlocks, timeout_s: float) -> None:
         """Pushes blocks and waits until the peer has verified them.
 
         Once this returns or raises, they may be overwritten.
         """
-        layers = self._engine.engine.kv_cache
+        layers, blocks = self._engine.engine.kv_cache, lent.blocks
+        windows = self._engine.engine.layout.windows
+        first_near = windows.first_moved(0, len(blocks)) if windows else 0
         push = link.begin(
             transfer_id, first_block=0, num_blocks=len(blocks), num_layers=len(layers), timeout_s=timeout_s,
             source=KVSource.CACHE,
@@ -238,9 +240,11 @@ class KVLender:
 
         def push_all() -> Future[None]:
             for layer, kv in enumerate(layers):
-                if blocks:
+                if blocks and windows and layer in windows.layers:
+                    push.push(layer, first_near, lent.places[first_near:], kv)
+                elif blocks:
                     push.push(layer, 0, blocks, kv)
-            return push.commit(b"")
+            return push.commit(len(blocks).to_bytes(4))
 
         started = self._now()
         try:
@@ -260,13 +264,13 @@ class KVLender:
             self._engine.rates.moved(link.remote.worker_id, num_tokens, self._now() - started)
 
 
-def _expect(engine: Engine, transfer_id: str, chain: Sequence[bytes]) -> tuple[int, list[int]] | None:
+def _expect(engine: Engine, transfer_id: str, chain: Sequence[bytes]) -> ExpectedBlocks | None:
     return engine.moving.expect(transfer_id, chain, engine.stats().num_running)
 
 
-def _settle(landed: asyncio.Future[tuple[int, str]], num_bytes: int, error: str) -> None:
+def _settle(landed: asyncio.Future[tuple[int, str]], num_blocks: int, error: str) -> None:
     if not landed.done():
-        landed.set_result((num_bytes, error))
+        landed.set_result((num_blocks, error))
 
 
 def _soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., None], *arguments: object) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tandem import rpc
-from tandem.engine import Engine
+from tandem.engine import Engine, KVLayout
 from tandem.liveness import Vitals
 from tandem.process import IntegrityReport
 from tandem.registry import ClusterView, Role
-from tandem.transfer import LinkPeer, LocalPeer, Receiver, Sender
+from tandem.transfer import ALL_FAR, LinkPeer, LocalPeer, NearLayers, Receiver, Sender
 from tandem.worker.context import WorkerContext
 from tandem.worker.kv.fetching import KVFetcher, KVLender
 from tandem.worker.kv.link_keeper import LinkKeeper
@@ -30,14 +30,15 @@ class KVLinks:
     def __init__(self, context: WorkerContext, role: Role, changed: Callable[[], None]) -> None:
         settings, ports, engine = context.settings, context.ports, context.engine
         self.peer = LinkPeer(context.worker_id, context.incarnation, engine.layout.hash)
+        near = near_layers(engine.layout)
         vitals = Vitals(context.starvation, lambda: self.keeper.is_sole, lambda: self.keeper.has_sole_peer)
         self.sender = Sender(
-            LocalPeer(self.peer, ports.secret, vitals), transports=settings.kv_transports, runtime=ports.links,
+            LocalPeer(self.peer, ports.secret, vitals, near), transports=settings.kv_transports, runtime=ports.links,
             arena_bytes=_arena_bytes(engine),
         )  # fmt: skip
         self.receiver = Receiver(
-            LocalPeer(self.peer, ports.secret, Vitals(context.starvation)), engine.kv_cache, host=settings.host,
-            port=settings.transfer_port, transports=settings.kv_transports, runtime=ports.links,
+            LocalPeer(self.peer, ports.secret, Vitals(context.starvation), near), engine.kv_cache,
+            host=settings.host, port=settings.transfer_port, transports=settings.kv_transports, runtime=ports.links,
         )  # fmt: skip
         port = self.receiver.address.rpartition(":")[2]
         self.address = rpc.address(settings.reachable_host(ports.hostname), int(port))
@@ -81,6 +82,10 @@ class KVLinks:
         while self.receiver.healthy and not self.fetcher.stuck:
             await asyncio.sleep(RECEIVER_CHECK_S)
         raise RuntimeError(self.fetcher.stuck or "the KV receiver ended")
+
+
+def near_layers(layout: KVLayout) -> NearLayers:
+    return NearLayers(layout.windows.layers, layout.windows.moved) if layout.windows else ALL_FAR
 
 
 def _arena_bytes(engine: Engine) -> int:

@@ -20,7 +20,7 @@ from opentelemetry import trace
 from torch import Tensor
 
 from tandem.catalogue.spans import TRUNCATED
-from tandem.engine import Engine, Request
+from tandem.engine import Engine, ExpectedBlocks, LentBlocks, Request
 from tandem.process import WorkThreads
 from tandem.tiers import KVTier, TierStats
 from tandem.worker.engine import EnginePort, Line, at_once, block_chain, land, release
@@ -54,7 +54,7 @@ class KVTiers:
     def __init__(self, engine: EnginePort, tiers: Sequence[KVTier], new_id: Callable[[], str]) -> None:
         self._engine, self._tiers, self._new_id = engine, tiers, new_id
         self._layout = layout = engine.engine.layout
-        self._chunk = max(1, CHUNK_BYTES // (layout.block_bytes * layout.num_layers))
+        self._chunk = max(1, CHUNK_BYTES // layout.whole_block_bytes)
         # An own thread, so that copies, which pin blocks, never wait for a tier.
         self._copies = WorkThreads("kv-copy", 1)
         self._pending: dict[bytes, None] = {}
@@ -145,14 +145,15 @@ class KVTiers:
         if not len(staged):
             return 0
         chain = chain[: 1 + stretch.first + len(staged)]
-        room = await at_once(self._engine, name, lambda engine: engine.moving.expect(name, chain, _spare(engine)))
+        room = await at_once(self._engine, name, lambda engine: _expect(engine, name, chain))
         if room is None:
             return 0
-        num_cached, blocks = room
+        num_cached, blocks, places = room
         if num_cached < stretch.first:  # the block before the stretch has been evicted meanwhile
             land(self._engine, name, num_cached, 0)
             return 0
-        copied = self._copies.run(_copy_in, self._engine.engine.kv_cache, staged[num_cached - stretch.first :], blocks)
+        new = staged[num_cached - stretch.first :]
+        copied = self._copies.run(_copy_in, self._engine.engine, new, LentBlocks(blocks, places))
         copied.add_done_callback(lambda done: land(self._engine, name, num_cached, _landed(done, len(blocks))))
         await asyncio.shield(copied)
         return len(staged)
@@ -163,15 +164,15 @@ class KVTiers:
         if not names:
             return
         name = self._new_id()
-        lent = await at_once(self._engine, name, lambda engine: engine.moving.lend_each(name, names))
-        if not lent:
+        names, lent = await at_once(self._engine, name, lambda engine: engine.moving.lend_each(name, names))
+        if not names:
             release(self._engine, name)
             return
-        staged = self._staging(len(lent))
-        copied = self._copies.run(_copy_out, self._engine.engine.kv_cache, list(lent.values()), staged)
+        staged = self._staging(len(names))
+        copied = self._copies.run(_copy_out, self._engine.engine, lent, staged)
         copied.add_done_callback(lambda done: release(self._engine, name))
         await asyncio.shield(copied)
-        blocks = list(zip(lent, _rows(staged), strict=True))
+        blocks = list(zip(names, _rows(staged), strict=True))
         for tier in self._tiers:
             await tier.write([(block, row) for block, row in blocks if tier.lacks(block)])
 
@@ -197,22 +198,22 @@ class KVTiers:
         return self._skipped % TRY_EVERY == 0
 
 
-def _spare(engine: Engine) -> int:
-    return engine.stats().num_running
+def _expect(engine: Engine, name: str, chain: Sequence[bytes]) -> ExpectedBlocks | None:
+    return engine.moving.expect(name, chain, engine.stats().num_running, is_whole=True)
 
 
 def _landed(copied: asyncio.Future[None], num_blocks: int) -> int:
     return 0 if copied.cancelled() or copied.exception() else num_blocks
 
 
-def _copy_in(kv_cache: Sequence[Tensor], staged: Tensor, blocks: Sequence[int]) -> None:
-    for layer, kv in enumerate(kv_cache):
-        kv[list(blocks)] = staged[:, layer].to(kv.device)
+def _copy_in(engine: Engine, staged: Tensor, to: LentBlocks) -> None:
+    for layer, kv in enumerate(engine.kv_cache):
+        kv[to.of(layer, engine.layout)] = staged[:, layer].to(kv.device)
 
 
-def _copy_out(kv_cache: Sequence[Tensor], blocks: Sequence[int], staged: Tensor) -> None:
-    for layer, kv in enumerate(kv_cache):
-        staged[:, layer] = kv[list(blocks)].to(staged.device)
+def _copy_out(engine: Engine, lent: LentBlocks, staged: Tensor) -> None:
+    for layer, kv in enumerate(engine.kv_cache):
+        staged[:, layer] = kv[lent.of(layer, engine.layout)].to(staged.device)
 
 
 def _rows(staged: Tensor) -> Iterator[memoryview]:

@@ -120,7 +120,7 @@ def process_ports(
 
 def _tiers(settings: WorkerSettings, layout: KVLayout) -> list[KVTier]:
     """Returns the tiers that the settings ask for, fastest first."""
-    block_bytes, tiers = layout.block_bytes * layout.num_layers, []
+    block_bytes, tiers = layout.whole_block_bytes, []
     try:
         if settings.kv_host:
             tiers.append(KVTier("host", HostBlocks(block_bytes=block_bytes, budget_bytes=int(settings.kv_host))))

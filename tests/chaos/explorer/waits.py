@@ -39,7 +39,7 @@ WAITS: dict[str, tuple[type, str, Callable[..., bool]]] = {
     "another worker": (Migration, "lost", _always),
     "any worker": (Migration, "pause", lambda migration, *_: migration.first_loss is not None),
     "a preempted one's seat": (Scheduler, "_preempt", _always),
-    "host memory": (SwapSpace, "copy", lambda _, copies: bool(copies)),
+    "host memory": (SwapSpace, "copy", lambda _, copies, of_windows: bool(copies)),
 }
 
 
