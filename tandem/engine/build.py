@@ -179,7 +179,8 @@ def _adapters(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> Ada
     if config.lora_dir is None and not config.lora_hub:
         return None
     if model.latent is not None:
-        raise ValueError(f"lora_dir: adapters of {model.model_type}, whose attention is latent, are not served")
+        served = "are not served: merge them into its weights"
+        raise ValueError(f"lora_dir: adapters of {model.model_type}, whose attention is latent, {served}")
     names = frozenset({config.model_name.lower(), config.model_path.resolve().name.lower()})
     place = torch.empty(0, dtype=torch_dtype(layout.dtype), device=config.device)
     fetch = fetch_adapter if config.lora_hub else None

@@ -13,6 +13,8 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -33,6 +35,9 @@ SIZES: dict[str, Any] = {
 ROPE = {"rope_type": "default", "rope_theta": 777.0}
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=ROPE, tie_word_embeddings=True)),
+    "mistral": lambda: MistralForCausalLM(
+        MistralConfig(**SIZES, rope_parameters=ROPE, sliding_window=5, tie_word_embeddings=True)
+    ),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=128, tie_word_embeddings=False)),
 }
@@ -48,9 +53,10 @@ def make_file(path: Path, family: str, kind: str, says: Mapping[str, Any] | None
     """
     torch.manual_seed(3)
     model = MODELS[family]().float()
-    writer = gguf.GGUFWriter(path, family)
-    _say(writer, family, model, says or {})
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], SIZES["num_hidden_layers"])
+    architecture = "llama" if family == "mistral" else family
+    writer = gguf.GGUFWriter(path, architecture)
+    _say(writer, model, says or {})
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], SIZES["num_hidden_layers"])
     tied = model.config.tie_word_embeddings
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -58,7 +64,7 @@ def make_file(path: Path, family: str, kind: str, says: Mapping[str, Any] | None
                 continue
             tensor.copy_(torch.randn_like(tensor) * 0.3 + (1.0 if "norm" in name else 0.0))
             place = names.get_name(name, try_suffixes=(".weight", ".bias"))
-            heads = TURNED.get(name.split(".")[-2]) if family == "llama" else None
+            heads = TURNED.get(name.split(".")[-2]) if architecture == "llama" else None
             tensor.copy_(_write(writer, place, tensor, kind if tensor.dim() > 1 else "F32", heads))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -90,7 +96,7 @@ def _random_blocks(numbers: Any, kind: str) -> Any:
     return data.reshape(len(numbers), -1)
 
 
-def _say(writer: Any, family: str, model: PreTrainedModel, says: Mapping[str, Any]) -> None:
+def _say(writer: Any, model: PreTrainedModel, says: Mapping[str, Any]) -> None:
     config = model.config
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -101,6 +107,8 @@ def _say(writer: Any, family: str, model: PreTrainedModel, says: Mapping[str, An
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if config.model_type == "mistral":
+        writer.add_sliding_window(config.sliding_window)
     types = [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(WORDS) - 2)
     said = {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": WORDS,

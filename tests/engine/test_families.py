@@ -1,4 +1,4 @@
-"""Every family is held to chunks, cached prompts, a draft model, adapters, int8 and KV from elsewhere."""
+"""Every family is held to chunks, cached prompts, a draft model, adapters, int8, and KV and answers from elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from services.gateway.tools import detect_format
 from tandem.checkpoints import FAMILIES
+from tandem.checkpoints.gguf.config import FAMILIES as OF_FILES
 from tandem.engine import Engine, Request
 from tandem.engine.models import read_model_config
 from tandem.engine.models.families import FAMILY_FILES
@@ -18,16 +20,18 @@ from tandem.engine.quantization.quantization import quantize
 from tandem.speculative import Speculative
 from tests.engine import tiny
 from tests.engine.peft_folders import make_adapter, merged
+from tests.engine.test_gguf import OTHERS
 from tests.engine.test_handoff import disaggregated
+from tests.engine.test_migration import landed, numbered
 from tests.engine.test_models import edited
 from tests.engine.tiny import Families, assert_idle, generate, greedy, make_engine, prompt_of, run, tokens
+from tests.gateway.tools.templates import OF_FAMILIES
 from tests.marks import long_but
 
-ANSWER = 10
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+ANSWER, BEGUN = 10, 4
 PROMPT = prompt_of(38, 3)
-LLAMA_LIKE = ("llama2", "llama3", "llama-biased", "mistral", "qwen2", "qwen3")
 LATENT = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3")
-NAMES = [name for name in tiny.FAMILIES if name not in LLAMA_LIKE]
 # The others are computed alike.
 AT_ONCE = ("phi4-mini", "gemma3", "gpt-oss", "deepseek-v3")
 
@@ -48,7 +52,7 @@ def request(engine: Engine, name: str, adapter: str | None, method: str) -> Requ
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", long_but(AT_ONCE, NAMES))
+@pytest.mark.parametrize("name", long_but(AT_ONCE, tiny.FAMILIES))
 def test_tokens_are_the_same_by_all_that_saves_work(name: str, family: Families, tmp_path: Path) -> None:
     model, path = family(name)
     expected: dict[str | None, list[int]] = {None: said_by(model)}
@@ -72,18 +76,30 @@ def test_tokens_are_the_same_by_all_that_saves_work(name: str, family: Families,
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("name", ["phi4-mini", "smollm3", "gemma2", "gemma3", "gpt-oss", "deepseek-v3"])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_kv_that_came_from_elsewhere_is_gone_on_with(name: str, kv_cache_dtype: str, family: Families) -> None:
-    """Prefilled on one engine, decoded on another, twice: the second time both have most of the prompt cached."""
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype"),
+    long_but(
+        [*((name, "auto") for name in tiny.FAMILIES), *((name, "int8") for name in AT_ONCE)],
+        [(name, dtype) for name in tiny.FAMILIES for dtype in ("auto", "int8")],
+    ),
+)
+def test_kv_and_answers_from_elsewhere_are_gone_on_with(name: str, kv_cache_dtype: str, family: Families) -> None:
+    """Prefilled on one engine, decoded on another, twice: the second time both have most of the prompt cached. Then
+    an answer that was begun there goes on in a third engine, which reads it, and in a fourth, where its KV lands."""
     path, kv = family(name)[1], {"kv_cache_dtype": kv_cache_dtype}
     source, target = make_engine(path, max_num_batched_tokens=10, **kv), make_engine(path, **kv)
     sampling = greedy(ANSWER, ignore_eos=True)
     expected = generate(make_engine(path, **kv), PROMPT, sampling)
     for _ in range(2):
         assert disaggregated(source, target, PROMPT, sampling) == expected
-    assert_idle(source)
-    assert_idle(target)
+    begun = Request("r", [*PROMPT, *expected[:BEGUN]], sampling, num_prior_tokens=BEGUN)
+    reader, lander = make_engine(path, **kv), make_engine(path, **kv)
+    reader.add(begun)
+    rest = list(enumerate(expected))[BEGUN:]
+    assert numbered(run(reader)["r"]) == rest
+    assert landed(source, lander, begun) == rest
+    for engine in (source, target, reader, lander):
+        assert_idle(engine)
 
 
 def test_a_latent_is_all_that_is_held_of_a_token(family: Families) -> None:
@@ -93,8 +109,9 @@ def test_a_latent_is_all_that_is_held_of_a_token(family: Families) -> None:
 
 
 def test_adapters_of_what_is_not_adapted_are_refused(family: Families, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="lora_dir: adapters of deepseek_v3, whose attention is latent, are not"):
-        make_engine(family("deepseek-v3")[1], lora_dir=tmp_path)
+    for version in ("v2", "v3"):
+        with pytest.raises(ValueError, match=f"adapters of deepseek_{version}, .* are not served: merge them"):
+            make_engine(family(f"deepseek-{version}")[1], lora_dir=tmp_path)
     tensors = {f"model.layers.0.mlp.experts.0.{part}": torch.ones(1, 1) for part in ("w1.lora_A.weight",)}
     save_file(tensors, make_adapter(tmp_path / "a", family("mixtral")[1]) / "adapter_model.safetensors")
     adapters = make_engine(family("mixtral")[1], lora_dir=tmp_path).adapters
@@ -117,7 +134,7 @@ def rounded(model: PreTrainedModel) -> None:
                 weight.copy_(quantize(weight, "int8").dense(torch.float32))
 
 
-@pytest.mark.parametrize("name", long_but(AT_ONCE, NAMES))
+@pytest.mark.parametrize("name", long_but(AT_ONCE, tiny.FAMILIES))
 def test_int8_says_what_the_rounded_model_says(name: str, family: Families, tmp_path: Path) -> None:
     path = family(name)[1]
     model = tiny.make(name)
@@ -139,7 +156,7 @@ def test_long_factors_turn_where_contexts_may_be_long(tmp_path: Path) -> None:
 
 
 def test_windows_are_of_the_layers_that_have_one_and_shorter_than_a_context(family: Families, tmp_path: Path) -> None:
-    windows = {name: read_model_config(family(name)[1]).windows for name in NAMES}
+    windows = {name: read_model_config(family(name)[1]).windows for name in tiny.FAMILIES}
     assert {name: found for name, found in windows.items() if found} == {
         "mistral-window": (8, 8, 8), "qwen2-window": (0, 9, 9), "smollm3": (0, 11, 0), "gemma2": (8, 0, 8),
         "gemma3": (8, 0, 8), "gpt-oss": (8, 0, 8),
@@ -186,3 +203,35 @@ def test_mxfp4_experts_are_the_numbers_that_they_stand_for(tmp_path: Path) -> No
 
 def test_families_are_named_alike_where_there_is_no_torch() -> None:
     assert tuple(FAMILY_FILES) == FAMILIES
+
+
+def table() -> dict[str, dict[str, str]]:
+    """The rows of docs/models.md's table of families: cells by column."""
+    lines = PAGE.read_text(encoding="utf-8").partition("| model_type |")[2].partition("\n\n")[0].splitlines()
+    columns, _, *rows = [[cell.strip().strip("`") for cell in line.split("|")] for line in lines]
+    return {row[1]: dict(zip(columns[:-1], row[2:-1], strict=True)) for row in rows}
+
+
+def test_the_table_of_families_says_what_is_so(family: Families, tmp_path: Path) -> None:
+    """Each column of which all cells say "yes" is of a test above, or in test_models.py, over all families."""
+    rows = table()
+    assert tuple(rows) == FAMILIES
+    served = {read_model_config(path).model_type: path for path in (family(name)[1] for name in tiny.FAMILIES)}
+    assert {*served} == {*FAMILIES}
+    for name, row in rows.items():
+        files = "llama" if name in ("llama", "mistral") else name
+        chat, template = OF_FAMILIES[name]
+        assert row == {
+            **dict.fromkeys(("logits", "remote", "migrated", "prefix", "int8"), "yes"),
+            "LoRA": adapted(served[name], tmp_path), "GGUF": files if files in OF_FILES else "refused", "chat": chat,
+            "tools": detect_format(template) or "forced",
+        }  # fmt: skip
+        assert (files in OF_FILES) is (name not in {"mixtral", *OTHERS})
+
+
+def adapted(path: Path, folder: Path) -> str:
+    try:
+        make_engine(path, lora_dir=folder)
+    except ValueError:
+        return "refused"
+    return "attention" if read_model_config(path).experts else "yes"

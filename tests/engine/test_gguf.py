@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from tokenizers import Tokenizer
 
 from tandem.checkpoints.gguf import as_folder, folder_of
-from tandem.checkpoints.gguf.config import USUAL
+from tandem.checkpoints.gguf.config import FAMILIES, USUAL
 from tandem.engine import Engine, EngineConfig, Request
 from tandem.engine.models import Decoder, read_model_config
 from tandem.engine.quantization.quantization import QuantizedWeight
@@ -23,16 +24,27 @@ from tests.engine.test_models import reference
 from tests.engine.tiny import greedy, make_engine, run, sampled, tokens
 
 NUM_TOKENS = 5
+# llama.cpp's names of the architectures that are refused, by the family whose files have it.
+OTHERS = {
+    "phi3": "phi3", "olmo2": "olmo2", "granite": "granite", "smollm3": "smollm3", "glm": "chatglm", "glm4": "glm4",
+    "gemma2": "gemma2", "gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+}  # fmt: skip
 PROMPT = [7, 99, 140, 3, 201, 56, 11, 88, 35]
 
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [*(("llama", kind) for kind in (*PLAIN, *BLOCKS)), ("qwen2", "Q4_1"), ("qwen3", "Q8_0"), ("qwen2", "F16")],
-)
+    [
+        *(("llama", kind) for kind in (*PLAIN, *BLOCKS)),
+        ("qwen2", "Q4_1"), ("qwen3", "Q8_0"), ("qwen2", "F16"), ("mistral", "F32"),
+    ],
+)  # fmt: skip
 def test_logits_and_tokens_equal_transformers(family: str, kind: str, tmp_path: Path) -> None:
     model = make_file(tmp_path / "m.gguf", family, kind)
-    engine = make_engine(folder_of(tmp_path / "m.gguf", tmp_path / "cache"), num_blocks=32)
+    folder = folder_of(tmp_path / "m.gguf", tmp_path / "cache")
+    assert read_model_config(folder).model_type == family
+    engine = make_engine(folder, num_blocks=32)
     engine.add(Request("a", PROMPT, greedy(NUM_TOKENS, logprobs=len(WORDS), ignore_eos=True)))
     output = run(engine)["a"]
     expected_ids, expected = reference(model, PROMPT, NUM_TOKENS)
@@ -180,8 +192,11 @@ def test_sentencepiece_words_are_merged_by_their_scores(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("says", "message"),
     [
-        ({"general.architecture": "mamba"}, "general.architecture 'mamba' is not one of"),
-        ({"llama.expert_count": 8}, "llama.expert_count: mixtures of experts"),
+        *(
+            ({"general.architecture": name}, f"general.architecture '{name}' is not one of llama, .*: serve the")
+            for name in sorted({*OTHERS.values()} | {"command-r", "mamba"})
+        ),
+        ({"llama.expert_count": 8}, "llama.expert_count: mixtures of experts are not supported: serve the model's"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type 'yarn'"),
         ({"llama.rope.dimension_count": 32}, "llama.rope.dimension_count 32"),
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre 'tekken'"),
@@ -206,3 +221,7 @@ def test_damaged_files_are_errors_that_name_them(tmp_path: Path) -> None:
         (tmp_path / "m.gguf").write_bytes(whole[:cut])
         with pytest.raises(ValueError, match=r"m\.gguf: is (not a GGUF file|damaged|cut short)"):
             folder_of(tmp_path / "m.gguf", tmp_path / "cache")
+
+
+def test_architectures_have_the_names_that_files_have() -> None:
+    assert {*OTHERS.values(), *FAMILIES, "command-r"} <= set(gguf.MODEL_ARCH_NAMES.values())

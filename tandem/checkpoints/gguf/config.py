@@ -7,6 +7,8 @@ from typing import Any
 from tandem.checkpoints.gguf.metadata import Metadata
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+ELSE = ": serve the model's safetensors"
+KNOWN = ", ".join(FAMILIES) + ELSE
 # Llama 3's frequency scaling, of which the file has only the factors: the parameters follow from the largest factor.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FREQUENCIES = "rope_freqs.weight"
@@ -28,9 +30,9 @@ def config_of(metadata: Metadata, frequency_factor: float | None, all_float32: b
     """
     family = metadata.need("general.architecture", str)
     if family not in FAMILIES:
-        raise ValueError(f"{metadata.file}: general.architecture {family!r} is not one of {', '.join(FAMILIES)}")
+        raise ValueError(f"{metadata.file}: general.architecture {family!r} is not one of {KNOWN}")
     if metadata.get(f"{family}.expert_count", int):
-        raise ValueError(f"{metadata.file}: {family}.expert_count: mixtures of experts are not supported")
+        raise ValueError(f"{metadata.file}: {family}.expert_count: mixtures of experts are not supported{ELSE}")
     heads = metadata.need(f"{family}.attention.head_count", int)
     hidden = metadata.need(f"{family}.embedding_length", int)
     head_dim = metadata.get(f"{family}.attention.key_length", int) or hidden // max(heads, 1)

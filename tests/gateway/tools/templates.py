@@ -142,3 +142,137 @@ Return a JSON object within <tool_call></tool_call> for each call.
 
 </think>
 {% endif %}{% endif %}"""
+
+LLAMA31 = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {%- set said = messages[0].content | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}{% set said = "" %}{% endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
+{%- if tools %}{{ "Environment: ipython\n" }}{% endif %}
+{{- said + "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" + message.content | tojson + "<|eot_id|>" }}
+    {%- elif 'tool_calls' in message %}
+        {%- if message.tool_calls | length != 1 %}{{ raise_exception("only single tool-calls at once") }}{% endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson + "}<|eot_id|>" }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}
+        {%- if tools and loop.first %}
+            {{- 'Respond in the format {"name": function name, "parameters": its arguments}.\n\n' }}
+            {%- for tool in tools %}{{ tool | tojson(indent=4) + "\n\n" }}{% endfor %}
+        {%- endif %}
+        {{- message.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+
+MISTRAL3 = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {%- set said = messages[0].content + '\n\n' %}
+    {%- set messages = messages[1:] %}
+{%- else %}{% set said = "" %}{% endif %}
+{%- set last = (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- if tools and message == last %}{{ '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}
+        {{- '[INST] ' + (said if loop.last else '') + message.content + '[/INST]' }}
+    {%- elif message.tool_calls %}[TOOL_CALLS] [
+        {%- for call in message.tool_calls %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + (', ' if not loop.last else '') }}
+        {%- endfor %}{{ ']' + eos_token }}
+    {%- elif message.role == 'assistant' %}{{ ' ' + message.content | trim + eos_token }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id }}
+        {{- '"}[/TOOL_RESULTS]' }}
+    {%- else %}{{ raise_exception('Only user and assistant roles are supported, with the exception of tools') }}
+    {%- endif %}
+{%- endfor %}"""
+
+QWEN25 = """\
+{{- '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else 'You are Qwen.') }}
+{%- if tools %}
+    {{- "\n\n# Tools\n\n<tools>" }}{% for tool in tools %}{{ "\n" + tool | tojson }}{% endfor %}
+    {{- '\n</tools>\n\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' }}
+{%- endif %}{{ '<|im_end|>\n' }}
+{%- for message in messages if message.role != 'system' %}
+    {%- if message.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+    {%- else %}{{ '<|im_start|>' + message.role + ('\n' + message.content if message.content else '') }}
+        {%- for call in message.tool_calls or () %}
+            {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + '}\n</tool_call>' }}
+        {%- endfor %}
+    {%- endif %}{{ '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+QWEN3 = (
+    QWEN25.replace("'You are Qwen.'", "''")
+    + """\
+{%- if add_generation_prompt and enable_thinking is defined and enable_thinking is false %}
+    {{- '<think>\n\n</think>\n\n' }}
+{%- endif %}"""
+)
+
+OLMO2 = """\
+{{ bos_token }}{% for message in messages %}
+{%- if message['role'] == 'system' %}{{ '<|system|>\n' + message['content'] + '\n' }}
+{%- elif message['role'] == 'user' %}{{ '<|user|>\n' + message['content'] + '\n' }}
+{%- elif message['role'] == 'assistant' %}{{ '<|assistant|>\n' + message['content'] + eos_token }}
+{{- '\n' if not loop.last else '' }}{% endif %}
+{%- if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"""
+
+GEMMA2 = """\
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {{- '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}
+    {{- message['content'] | trim + '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+
+GEMMA3 = """\
+{{ bos_token }}
+{%- set prefix = '' %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set said = messages[0]['content'] %}
+    {%- set prefix = (said if said is string else said[0]['text']) + '\n\n' %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {{- '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}
+    {{- prefix if loop.first else '' }}
+    {%- if message['content'] is string %}{{ message['content'] | trim }}
+    {%- else %}{% for item in message['content'] if item['type'] == 'text' %}{{ item['text'] | trim }}{% endfor %}
+    {%- endif %}{{ '<end_of_turn>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+
+DEEPSEEK_V2 = """\
+{{ bos_token }}{% for message in messages %}
+{%- if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\n\n' }}
+{%- elif message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] + eos_token }}
+{%- elif message['role'] == 'system' %}{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+
+# Of each family, by model_type: whose template stands for it.
+OF_FAMILIES = {
+    "llama": ("Llama 3.1", LLAMA31), "mistral": ("Mistral v0.3", MISTRAL3), "qwen2": ("Qwen2.5", QWEN25),
+    "qwen3": ("Qwen3", QWEN3), "phi3": ("Phi-4-mini", PHI4_MINI), "olmo2": ("OLMo 2", OLMO2),
+    "granite": ("Granite 3", GRANITE), "smollm3": ("SmolLM3", SMOLLM3), "glm": ("GLM-4-chat", GLM4_CHAT),
+    "glm4": ("GLM-4-0414", GLM4), "gemma2": ("Gemma 2", GEMMA2), "gemma3_text": ("Gemma 3", GEMMA3),
+    "mixtral": ("Mistral v0.3", MISTRAL3), "qwen2_moe": ("Qwen2.5", QWEN25), "qwen3_moe": ("Qwen3", QWEN3),
+    "gpt_oss": ("gpt-oss", HARMONY), "deepseek_v2": ("DeepSeek V2", DEEPSEEK_V2),
+    "deepseek_v3": ("DeepSeek V3.1", DEEPSEEK_V31),
+}  # fmt: skip
