@@ -1,7 +1,7 @@
 """The benchmarks' models: real shapes, random weights, made here once from a seed.
 
 1. train a byte-level BPE on the standard library's sources, padded to the vocabulary
-2. draw a Qwen2 of the shape, in bfloat16
+2. draw a Qwen2, Qwen3-MoE or Gemma 3 of the shape, in bfloat16
 3. save both as a complete Hugging Face folder, in a folder beside its place; then rename it there
 """
 
@@ -15,16 +15,23 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 OUT = Path(__file__).parent / "out"
 SEED = 20
 CORPUS_FILES = 400
+PER_TOKEN = 2  # experts
+WORDS = 32_000  # the most that the corpus gives; a larger vocabulary is padded
 END = "<|endoftext|>"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Qwen2 model's sizes; `name` is its folder's and the name it is served under."""
+    """A model's sizes; `name` is its folder's and the name it is served under.
+
+    A Qwen2; with `experts`, of which each token has two, a Qwen3-MoE; with a `window`, which five layers of six have,
+    a Gemma 3.
+    """
 
     name: str
     hidden: int
@@ -34,6 +41,9 @@ class Shape:
     intermediate: int
     vocab: int
     max_positions: int = 4096
+    head_dim: int = 0  # 0: hidden / heads
+    experts: int = 0
+    window: int = 0
 
     @property
     def folder(self) -> Path:
@@ -42,9 +52,9 @@ class Shape:
     @property
     def block_parameters(self) -> int:
         """Weights that every token is multiplied with before the last layer's end: no embedding, no head."""
-        head_dim = self.hidden // self.heads
-        attention = 2 * self.hidden * head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        attention = 2 * self.hidden * (self.head_dim or self.hidden // self.heads) * (self.heads + self.kv_heads)
+        inner = 3 * self.intermediate * PER_TOKEN + self.experts if self.experts else 3 * self.intermediate
+        return self.layers * (attention + self.hidden * inner)
 
     @property
     def parameters(self) -> int:
@@ -54,6 +64,9 @@ class Shape:
 
 LARGE = Shape("qwen2-387m", 896, 24, 14, 2, 4864, 32_000)
 SMALL = Shape("qwen2-15m", 256, 8, 4, 2, 1968, 4096)
+MOE = Shape("qwen3-moe-1b", 1024, 16, 16, 4, 2560, 32_000, head_dim=64, experts=8)
+WINDOWS = Shape("gemma3-270m", 640, 18, 4, 1, 2048, 262_144, head_dim=256, window=512)
+MODELS = {"large": LARGE, "small": SMALL, "moe": MOE, "windows": WINDOWS}
 
 
 def made(shape: Shape, folder: Path | None = None) -> Path:
@@ -72,33 +85,48 @@ def made(shape: Shape, folder: Path | None = None) -> Path:
 
 def _save_weights(shape: Shape, folder: Path) -> None:
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.max_positions, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
-        pad_token_id=0, dtype="bfloat16",
-    )  # fmt: skip
+    family: Any = AutoModelForCausalLM
+    name, own = _family(shape)
+    sizes = {
+        "vocab_size": shape.vocab, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": shape.max_positions, "tie_word_embeddings": True, "bos_token_id": 0,
+        "eos_token_id": 0, "pad_token_id": 0, "dtype": "bfloat16",
+    }  # fmt: skip
     torch.manual_seed(SEED)
-    model: torch.nn.Module = Qwen2ForCausalLM(config)
-    model.bfloat16().save_pretrained(folder)  # type: ignore[operator]
+    family.from_config(AutoConfig.for_model(name, **sizes, **own)).bfloat16().save_pretrained(folder)
+
+
+def _family(shape: Shape) -> tuple[str, dict[str, Any]]:
+    """Returns its model_type and its own fields of config.json."""
+    if shape.experts:
+        return "qwen3_moe", {
+            "head_dim": shape.head_dim, "num_experts": shape.experts, "num_experts_per_tok": PER_TOKEN,
+            "moe_intermediate_size": shape.intermediate, "norm_topk_prob": True,
+        }  # fmt: skip
+    if shape.window:
+        return "gemma3_text", {
+            "head_dim": shape.head_dim, "query_pre_attn_scalar": shape.head_dim, "sliding_window": shape.window,
+        }  # fmt: skip
+    return "qwen2", {}
 
 
 def _save_tokenizer(shape: Shape, folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=shape.vocab, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=min(shape.vocab, WORDS), special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator(_corpus(), trainer)
-    missing = shape.vocab - tokenizer.get_vocab_size()
-    tokenizer.add_tokens([AddedToken(f"<|unused{i}|>", normalized=False) for i in range(missing)])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    words = json.loads(tokenizer.to_str())
+    words["model"]["vocab"] |= {f"<|unused{i}|>": i for i in range(tokenizer.get_vocab_size(), shape.vocab)}
+    (folder / "tokenizer.json").write_text(json.dumps(words), encoding="utf-8")
     said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END}
     (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2), encoding="utf-8")
 
@@ -112,5 +140,5 @@ def _corpus() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for shape in (LARGE, SMALL):
+    for shape in MODELS.values():
         print(made(shape))

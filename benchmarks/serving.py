@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.floors import Floors, measured
 from benchmarks.load import LoadClient, PeerError, Workload, all_workloads, beside
-from benchmarks.models import OUT, Shape, made
+from benchmarks.models import MODELS, OUT, Shape, made
 from benchmarks.peers import MeasuredPeer, PeerUnavailable, by_url, known
 from benchmarks.results import Figure, Metric
 from tandem.machine.native import cpu_instructions
@@ -180,6 +180,7 @@ def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--peer", action="append", default=[], type=by_url, metavar="NAME=URL",
         help="an OpenAI server that runs already and serves a folder of `python -m benchmarks.models` by its name",
     )  # fmt: skip
+    parser.add_argument("--model", choices=MODELS, help="in place of the workloads' own")
     parser.add_argument("--rounds", type=int, default=3, help="of which the median is taken")
     parser.add_argument("--noise", type=int, default=0, help="processes that compute beside it, in a second turn")
     parser.add_argument("--baseline", default="vllm,vllm-256", help="what ratios are taken against: the best of these")
@@ -188,6 +189,8 @@ def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if found.rounds < 1:
         parser.error("rounds: at least 1")
     found.only = [_known(parser, "only", workloads, name) for name in found.only or workloads]
+    if found.model:
+        found.only = [workload.of(MODELS[found.model]) for workload in found.only]
     found.only += [workload.beside(found.noise) for workload in found.only if found.noise]
     found.named = bool(found.peers)
     found.peers = [_known(parser, "peers", peers, name) for name in found.peers or peers] + found.peer

@@ -63,6 +63,10 @@ class Workload:
     noise: int = 0
     quiet: str = ""  # the same one without them
 
+    def of(self, shape: Shape) -> Workload:
+        """Returns the same load on another model."""
+        return replace(self, shape=shape, title=f"{self.title}; {shape.name}")
+
     def beside(self, noise: int) -> Workload:
         name, title = f"{self.name}-noise", f"{self.title}; beside {noise} that spin"
         return replace(self, name=name, title=title, noise=noise, quiet=self.name)

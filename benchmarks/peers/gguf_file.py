@@ -1,7 +1,8 @@
-"""A Qwen2 or Llama model's folder as one GGUF file, which llama.cpp and OpenVINO GenAI read; and such a file opened.
+"""A model's folder as one GGUF file, which llama.cpp and OpenVINO GenAI read; and such a file opened.
 
-The weights of every product are written as they are (bf16), or rounded to float16 where a reader knows no bf16, or to
-the format's own 8 or 4 bits by groups of 32; norms and biases, as that format has them, in float32.
+Of Qwen2, Qwen3-MoE, Gemma 3 and Llama. The weights of every product are written as they are (bf16), or rounded to
+float16 where a reader knows no bf16, or to the format's own 8 or 4 bits by groups of 32; norms, biases and what chooses
+experts, as that format has them, in float32.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -16,6 +19,8 @@ from benchmarks.models import OUT
 from tandem.checkpoints import TENSORS_FILE, WEIGHTS_FILE, as_folder
 
 WeightType = Literal["bf16", "f16", "q8_0", "q4_0"]
+# Architectures that llama.cpp names otherwise than config.json does.
+ARCHITECTURES = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
 EMBEDDING = {"bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q8_0"}  # and the head, which these models share with it
 
 
@@ -67,7 +72,7 @@ def _write(folder: Path, place: Path, weights: WeightType) -> None:
     import gguf
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    writer = gguf.GGUFWriter(place, config["model_type"])
+    writer = gguf.GGUFWriter(place, _architecture(config))
     writer.add_name(folder.name)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -75,8 +80,18 @@ def _write(folder: Path, place: Path, weights: WeightType) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if head_dim := config.get("head_dim"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if experts := config.get("num_local_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if window := config.get("sliding_window"):
+        writer.add_sliding_window(window)
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{weights.upper()}"])
     _add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")))
     _add_weights(writer, folder, config, weights)
@@ -84,6 +99,27 @@ def _write(folder: Path, place: Path, weights: WeightType) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    family = str(config["model_type"])
+    return ARCHITECTURES.get(family, family)
+
+
+def _joined(tensors: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields tensors by name, those of a layer's experts as one."""
+    import torch
+
+    experts: dict[str, dict[int, Any]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        layer, is_expert, rest = name.partition(".experts.")
+        if is_expert:
+            number, _, part = rest.partition(".")
+            experts[f"{layer}.experts.{part}"][int(number)] = tensor
+        else:
+            yield name, tensor
+    for name, parts in experts.items():
+        yield name, torch.stack([parts[number] for number in range(len(parts))])
 
 
 def _add_tokenizer(writer: Any, tokenizer: dict[str, Any]) -> None:
@@ -107,16 +143,17 @@ def _add_weights(writer: Any, folder: Path, config: dict[str, Any], weights: Wei
     import gguf
     from safetensors.torch import load_file
 
-    arch = gguf.MODEL_ARCH[config["model_type"].upper()]
+    arch = gguf.MODEL_ARCH[_architecture(config).upper()]
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     turned = {"q_proj.weight": config["num_attention_heads"], "k_proj.weight": config["num_key_value_heads"]}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, tensor in _joined(load_file(folder / "model.safetensors")):
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))
         heads = turned.get(".".join(name.split(".")[-2:]))
         if heads and arch == gguf.MODEL_ARCH.LLAMA:  # rotated by neighbours there, by halves here
             tensor = tensor.reshape(heads, 2, -1, tensor.shape[-1]).transpose(1, 2).reshape(tensor.shape)
-        if tensor.dim() == 1:
-            writer.add_tensor(place, tensor.float().numpy())
+        if tensor.dim() == 1 or name.endswith("mlp.gate.weight"):  # norms, biases, and what chooses experts
+            from_one = arch == gguf.MODEL_ARCH.GEMMA3  # whose norms multiply by 1 + weight
+            writer.add_tensor(place, (tensor.float() + from_one).numpy())
         elif weights == "f16":
             writer.add_tensor(place, tensor.half().numpy())
         else:

@@ -11,9 +11,10 @@ from rich.console import Console
 from benchmarks.chart import draw
 from benchmarks.floors import Floors
 from benchmarks.load import Job, LoadClient, Workload, all_workloads, beside, closed_loop
+from benchmarks.models import LARGE, MODELS
 from benchmarks.peers import PeerUnavailable, by_url, known, started
 from benchmarks.results import Figure, Metric, throughput
-from benchmarks.serving import Report, measure, table
+from benchmarks.serving import Report, _options, measure, table
 from tandem.local import free_ports
 from tests.benchmarks.conftest import TINY
 
@@ -45,6 +46,15 @@ def test_a_round_is_measured_on_a_real_server_behind_one_that_does_not_count(ser
     assert measure(server, Workload("two", "Two streams", TINY, (SPEED,), told), 0, warm) == {"output": seen[-1]}
     assert len(seen) == 1 + warm
     assert min(seen) > 0
+
+
+def test_workloads_run_on_the_model_that_is_named() -> None:
+    asked = ["--only", "single,phase"]
+    assert [workload.shape for workload in _options(asked).only] == [LARGE, LARGE]
+    for name, shape in MODELS.items():
+        workloads = _options([*asked, "--model", name]).only
+        assert [workload.shape for workload in workloads] == [shape, shape]
+        assert all(shape.name in workload.title for workload in workloads)
 
 
 def test_rounds_come_one_by_one_and_the_median_is_of_all() -> None:
