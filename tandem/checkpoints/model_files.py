@@ -13,7 +13,7 @@ MAX_BYTES = 64 * 2**20
 # The supported values of model_type in config.json.
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3", "glm", "glm4", "gemma2", "gemma3_text",
-    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",
+    "cohere", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3",
 )  # fmt: skip
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

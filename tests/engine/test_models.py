@@ -126,6 +126,7 @@ def test_end_of_text_ids_come_from_the_generation_config_first(llama: Path, tmp_
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
         ({"model_type": "phi3", "partial_rotary_factor": 0.1}, "partial_rotary_factor: 0.1 of 8 channels"),
         ({"model_type": "phi3", "rope_parameters": {"rope_type": "su"}}, "short_factor is missing"),
+        ({"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm: true is not supported"),
         ({"model_type": "gemma2", "hidden_act": "silu"}, "hidden_act: 'silu'"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok: 3, of 2"),

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
@@ -123,6 +125,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default"}},
         )
     ),
+    "cohere": lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.3, attention_bias=True)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2)),
     "qwen2-moe": lambda: Qwen2MoeForCausalLM(
         Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[1])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.models.config import ModelConfig
-from tandem.engine.models.linear import Adapt, Linear, rms_norm, rms_norm_from_one
+from tandem.engine.models.linear import Adapt, Linear, norm_of
 from tandem.engine.models.rope import Angles, rotate
 
 
@@ -54,7 +54,7 @@ class Attention:
         self.qkv = Linear(config.hidden_size, dict(zip(names, sizes, strict=True)), config.qkv_bias, place)
         self.o = Linear(self.sizes[0], {"self_attn.o_proj": config.hidden_size}, config.o_bias, place)
         self.eps, self.norms = config.rms_norm_eps, None
-        self._norm = rms_norm_from_one if config.norms_from_one else rms_norm
+        self._norm = norm_of(config)
         if config.qk_norm:
             widths = self.sizes[:2] if config.qk_norm_of_all else (config.head_dim,) * 2
             self.norms = place.new_empty(widths[0]), place.new_empty(widths[1])

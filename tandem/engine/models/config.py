@@ -106,6 +106,8 @@ class ModelConfig:
     # The fields below, where set, are differences from Llama.
     qk_norm_of_all: bool = False  # q and k are normalized over all heads together
     norms_from_one: bool = False  # norms multiply by 1 + weight
+    norms_centered: bool = False  # norms subtract the mean
+    is_parallel: bool = False  # the MLP reads what attention reads, and both are added to it at once
     activation: str = ""  # "gelu_tanh" or "clamped_swiglu"; "": silu
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None  # then head_dim is half a latent vector, and num_kv_heads is 1

@@ -20,7 +20,7 @@ from tandem.engine.models.attention import Attend, Attention
 from tandem.engine.models.config import ModelConfig
 from tandem.engine.models.experts import Experts
 from tandem.engine.models.latent import LatentAttention
-from tandem.engine.models.linear import Adapt, Linear, dense, linear, rms_norm, rms_norm_from_one, unadapted
+from tandem.engine.models.linear import Adapt, Linear, dense, linear, norm_of, unadapted
 from tandem.engine.models.mlp import MLP
 from tandem.engine.models.rope import Angles, cos_sin, inverse_frequencies
 from tandem.engine.quantization import QuantizedWeight, quantize, rounded
@@ -31,7 +31,7 @@ class DecoderLayer:
 
     def __init__(self, config: ModelConfig, layer: int, place: Tensor) -> None:
         self.eps, self._residual_scale = config.rms_norm_eps, config.residual_scale
-        self._norm = rms_norm_from_one if config.norms_from_one else rms_norm
+        self._norm, self._is_parallel = norm_of(config), config.is_parallel
         self._norm_names = config.norm_names
         self.norms = [place.new_empty(config.hidden_size) if name else None for name in self._norm_names]
         self.attention = LatentAttention(config, layer, place) if config.latent else Attention(config, layer, place)
@@ -39,6 +39,9 @@ class DecoderLayer:
         self.mlp = Experts(config, layer, place) if has_experts else MLP(config, layer, place)
 
     def __call__(self, x: Tensor, angles: Angles | None, attend: Attend, adapt: Adapt) -> Tensor:
+        if self._is_parallel:
+            normed = self._normed(0, x)
+            return x + self.attention(normed, angles, attend, adapt) + self.mlp(normed, adapt)
         x = self._added(x, self._normed(1, self.attention(self._normed(0, x), angles, attend, adapt)))
         return self._added(x, self._normed(3, self.mlp(self._normed(2, x), adapt)))
 
@@ -65,7 +68,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> None:
         place = torch.empty(0, dtype=dtype, device=device)
-        self.config, self._norm = config, rms_norm_from_one if config.norms_from_one else rms_norm
+        self.config, self._norm = config, norm_of(config)
         rotated = config.latent.turned if config.latent else config.rotary_dim or config.head_dim
         self.inverse = inverse_frequencies(config.rope, rotated).to(device)
         self._local_inverse = inverse_frequencies(config.local_rope or config.rope, rotated).to(device)

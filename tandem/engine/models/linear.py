@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.engine.float32 import float32_kernels
+from tandem.engine.models.config import ModelConfig
 from tandem.engine.quantization import Fp8Weight, QuantizedWeight
 
 # Products that the float32 kernels cannot compute go to a BLAS, which may sum in another order for few rows, and for
@@ -36,6 +37,13 @@ class Adapt(Protocol):
 
 def unadapted(layer: int, name: str, x: Tensor, out: Tensor) -> None:
     pass
+
+
+class Norm(Protocol):
+    """A function that normalizes rows."""
+
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Returns x normalized and multiplied by `weight`."""
 
 
 class Linear:
@@ -89,6 +97,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x.float(), weight.shape, weight.float(), None, eps).to(x.dtype)
+
+
 def rms_norm_from_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalizes x and multiplies it by 1 + `weight`."""
     return F.rms_norm(x.float(), weight.shape, weight.float() + 1, eps).to(x.dtype)
+
+
+def norm_of(config: ModelConfig) -> Norm:
+    """Returns the family's norm."""
+    return rms_norm_from_one if config.norms_from_one else layer_norm if config.norms_centered else rms_norm

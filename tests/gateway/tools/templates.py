@@ -266,13 +266,30 @@ DEEPSEEK_V2 = """\
 {%- elif message['role'] == 'system' %}{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
 
+COMMAND_R = """\
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set said = messages[0]['content'] %}
+    {%- set messages = messages[1:] %}
+{%- else %}{% set said = false %}{% endif %}
+{%- if said %}{{ '<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>' + said + '<|END_OF_TURN_TOKEN|>' }}{% endif %}
+{%- for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {{- '<|START_OF_TURN_TOKEN|>' + ('<|USER_TOKEN|>' if message['role'] == 'user' else '<|CHATBOT_TOKEN|>') }}
+    {{- message['content'].strip() + '<|END_OF_TURN_TOKEN|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"""
+
 # Of each family, by model_type: whose template stands for it.
 OF_FAMILIES = {
     "llama": ("Llama 3.1", LLAMA31), "mistral": ("Mistral v0.3", MISTRAL3), "qwen2": ("Qwen2.5", QWEN25),
     "qwen3": ("Qwen3", QWEN3), "phi3": ("Phi-4-mini", PHI4_MINI), "olmo2": ("OLMo 2", OLMO2),
     "granite": ("Granite 3", GRANITE), "smollm3": ("SmolLM3", SMOLLM3), "glm": ("GLM-4-chat", GLM4_CHAT),
     "glm4": ("GLM-4-0414", GLM4), "gemma2": ("Gemma 2", GEMMA2), "gemma3_text": ("Gemma 3", GEMMA3),
-    "mixtral": ("Mistral v0.3", MISTRAL3), "qwen2_moe": ("Qwen2.5", QWEN25), "qwen3_moe": ("Qwen3", QWEN3),
+    "cohere": ("Command-R", COMMAND_R), "mixtral": ("Mistral v0.3", MISTRAL3),
+    "qwen2_moe": ("Qwen2.5", QWEN25), "qwen3_moe": ("Qwen3", QWEN3),
     "gpt_oss": ("gpt-oss", HARMONY), "deepseek_v2": ("DeepSeek V2", DEEPSEEK_V2),
     "deepseek_v3": ("DeepSeek V3.1", DEEPSEEK_V31),
 }  # fmt: skip

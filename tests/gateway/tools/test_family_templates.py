@@ -52,6 +52,10 @@ PROMPTS = {
     templates.GLM4_CHAT: GLM,
     templates.GLM4: GLM,
     templates.GEMMA3: f"<s><start_of_turn>user\nBe brief.{GEMMA}<start_of_turn>model\n",
+    templates.COMMAND_R: "<s><|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Be brief.<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>hi<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>Hello.<|END_OF_TURN_TOKEN|>"
+    "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>again<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
     templates.HARMONY: "# Instructions\n\nBe brief.\n\n<|end|><|start|>user<|message|>hi<|end|><|start|>assistant"
     "<|channel|>final<|message|>Hello.<|end|><|start|>user<|message|>again<|end|><|start|>assistant",
     templates.DEEPSEEK_V2: "<s>Be brief.\n\nUser: hi\n\nAssistant: Hello.</s>User: again\n\nAssistant:",

@@ -140,6 +140,27 @@ class Glm4File(GlmFile):
     )  # fmt: skip
 
 
+class CohereFile(ConfigFile):
+    """Command-R: attention and MLP read one norm's output, and norms subtract the mean."""
+
+    default_theta: ClassVar[float] = 500_000.0
+    norm_names: ClassVar[tuple[str, str, str, str]] = ("input_layernorm", "", "", "")
+    rms_norm_eps: Annotated[float, Field(gt=0, le=1e12, validation_alias="layer_norm_eps")] = 1e-5
+    tie_word_embeddings: bool | None = True
+    attention_bias: bool | None = None
+    logit_scale: Positive = 0.0625
+    use_qk_norm: bool | None = None
+
+    def facts(self) -> dict[str, Any]:
+        if self.use_qk_norm:
+            raise ValueError("use_qk_norm: true is not supported")
+        biased = bool(self.attention_bias)
+        return {
+            "qkv_bias": biased, "o_bias": biased, "rope_interleaved": True, "norms_centered": True, "is_parallel": True,
+            "logits_divisor": 1 / self.logit_scale,
+        }  # fmt: skip
+
+
 class Gemma2File(ConfigFile):
     activations: ClassVar[Mapping[str, str]] = GELU
     norm_names: ClassVar[tuple[str, str, str, str]] = SANDWICH
