@@ -124,7 +124,8 @@ PHI4_MINI = """\
 
 SMOLLM3 = """\
 <|im_start|>system
-{% if xml_tools %}<tools>
+{% if messages[0].role == 'system' %}{{ '## Custom Instructions\n\n' + messages[0].content + '\n\n' }}{% endif %}
+{%- if xml_tools %}<tools>
 {% for tool in xml_tools[:] %}{{ tool | string }}
 {% endfor %}</tools>
 Return a JSON object within <tool_call></tool_call> for each call.

@@ -48,7 +48,7 @@ PROMPTS = {
     "<|start_of_role|>user<|end_of_role|>hi<|end_of_text|>\n"
     "<|start_of_role|>assistant<|end_of_role|>Hello.<|end_of_text|>\n"
     "<|start_of_role|>user<|end_of_role|>again<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>",
-    templates.SMOLLM3: CHATML.replace("Be brief.", ""),  # the small one leaves it out
+    templates.SMOLLM3: CHATML.replace("Be brief.", "## Custom Instructions\n\nBe brief.\n\n"),
     templates.GLM4_CHAT: GLM,
     templates.GLM4: GLM,
     templates.GEMMA3: f"<s><start_of_turn>user\nBe brief.{GEMMA}<start_of_turn>model\n",
@@ -77,7 +77,7 @@ CALLS = {
 def test_a_chat_is_shown_as_published(template: str, prompt: str) -> None:
     made = ChatTemplate(template, TOKENS)
     assert made.render([SYSTEM, *TURNS]).endswith(prompt)
-    assert made.render(TURNS) != made.render([SYSTEM, *TURNS]) or template == templates.SMOLLM3
+    assert "Be brief." not in made.render(TURNS)
 
 
 def test_gemma_2_has_no_system_and_says_so() -> None:
@@ -103,11 +103,20 @@ def test_a_thought_of_qwen3_is_opened_by_the_model_and_closed_by_the_prompt() ->
 
 @pytest.mark.parametrize("family", [one for one, (_, template) in OF_FAMILIES.items() if not detect_format(template)])
 def test_calls_that_no_template_shows_can_be_forced_and_are_refused_else(family: str) -> None:
+    """Nor does such a template show a call and its result of before."""
+    template = OF_FAMILIES[family][1]
+    try:
+        shown = ChatTemplate(template, TOKENS).render(CALLED, TemplateOptions(tools=TOOLS))
+    except TemplateRefused as error:
+        shown = str(error)
+        assert "roles must alternate" in shown
+    assert "weather" not in shown
+    assert "rain" not in shown
     for choice, reader in (("required", ForcedCalls), ({"type": "function", "function": {"name": "time"}}, NamedCall)):
         plan = plan_reading(None, None, read_tools(TOOLS, choice, None), "")
         assert plan is not None
         assert plan.calls is reader
-    found = FORMATS.get(detect_format(OF_FAMILIES[family][1]) or "")
+    found = FORMATS.get(detect_format(template) or "")
     with pytest.raises(InvalidRequest, match="its chat template shows no format of calls"):
         plan_reading(None, found, read_tools(TOOLS, "auto", None), "")
 
