@@ -91,6 +91,8 @@ def test_tokens_equal_one_engine(served: tuple[str, Path, RunningCluster]) -> No
         }  # fmt: skip
         answer = httpx.post(f"{cluster.http}/v1/completions", json=body, timeout=60)
         assert answer.headers["x-tandem-path"] == "remote"
+        moved = engine.layout.moved_bytes(-(-length // engine.layout.block_size))
+        assert int(answer.headers["x-tandem-transfer-bytes"]) == moved
         engine.add(Request("one", prompt, SamplingParams(24, temperature=0.0, ignore_eos=True)))
         alone: list[int] = []
         while len(alone) < 24:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tandem.engine import Engine, EngineConfig, FinishReason, Request, SamplingParams, SequenceOutput, StepTime
 from tandem.speculative import Speculative
+from tests.engine.test_handoff import CopySink
 from tests.engine.tiny import assert_idle, greedy, make_engine, prompt_of, run, tokens
 
 PROMPT = 22
@@ -56,16 +56,9 @@ def landed(source: Engine, target: Engine, request: Request) -> list[tuple[int, 
     """Read by `source`, its KV copied to where `target` wants it, gone on there."""
     cached = target.reserve(request)
     assert cached is not None
-    landing = target.landing_blocks("r")
-    assert len(landing) == source._blocks.blocks_for(len(request.token_ids))
-
-    class CopiedBlocks:
-        reading = False
-
-        def push(self, layer: int, first_block: int, block_ids: list[int], kv: torch.Tensor) -> None:
-            target.kv_cache[layer][landing[first_block : first_block + len(block_ids)]] = kv[list(block_ids)]
-
-    source.add(request, sink=CopiedBlocks(), first_block=cached // source.layout.block_size, prefill_only=True)
+    sink = CopySink.of(target, "r")
+    assert len(sink.landing) == source._blocks.blocks_for(len(request.token_ids))
+    source.add(request, sink=sink, first_block=cached // source.layout.block_size, prefill_only=True)
     (output,) = run(source)["r"]
     ended = target.join("r", output.tokens[0])
     rest = [ended] if ended else run(target)["r"]
