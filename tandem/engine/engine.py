@@ -223,7 +223,7 @@ class Engine:
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
             num_reserved=len(scheduler.reserved),
-            free_blocks=self._pool.num_free,
+            free_blocks=self._pool.least_free,
             num_blocks=self._pool.num_blocks,
             queued_tokens=sum(tokens for tokens in uncomputed if tokens > 0),
             num_prefilled_tokens=self._num_computed - self._num_written,

@@ -44,6 +44,14 @@ class BlockPool:
         """The number of blocks that no sequence references, cached or not."""
         return len(self._free)
 
+    @property
+    def least_free(self) -> int:
+        """The same; fewer where the places in layers with a window are scarcer, by the share of these that is free."""
+        windows = self.windows
+        if windows is None:
+            return len(self._free)
+        return min(len(self._free), windows.num_free * self.num_blocks // windows.num_places)
+
     def match(self, hashes: Iterable[bytes], seen: int | None = None) -> list[int]:
         """Returns the blocks of the longest cached prefix of a chain, without taking references to them.
 

@@ -74,13 +74,14 @@ class SequenceBlocks:
         """Returns the blocks that a sequence with `num_cached` blocks holds in windows from the beginning: (first,
         end). For more, which a long prompt takes, it may have to wait."""
         assert self._pool.windows is not None
-        windows, start = self._pool.windows.windows, num_cached
-        first = start - windows.seen - 1
+        windows, most = self._pool.windows.windows, self._pool.windows.num_places
+        first, end = num_cached - windows.seen - 1, num_cached + windows.held
         if need.num_tokens > need.num_known:  # another worker prefills the prompt, and sends only `moved` blocks
-            start = need.num_known // self._block_size
-            first, sent = start - windows.seen - 1, self.blocks_for(need.num_known) - windows.moved
-            first = sent if sent > num_cached else first
-        return max(0, first), min(self.blocks_for(need.num_tokens), start + windows.held)
+            end = self.blocks_for(need.num_known) + 1
+            sent = end - 1 - windows.moved
+            first = sent if sent > num_cached else need.num_known // self._block_size - windows.seen - 1
+        first = max(0, first)
+        return first, min(end, self.blocks_for(need.num_tokens), first + most)
 
     def take(self, seq: Sequence, need: BlockNeed) -> None:
         """Takes cached blocks and new ones; swapped blocks beyond the cached ones are copied back to new ones."""
