@@ -11,14 +11,23 @@
 
 enum { TOKENS = 64, FEW = 4 }; /* TOKENS: the tokens of a piece of work */
 
-/* Scores of a row (two tiles' parts of 32) become weights relative to the best score so far, of which `visible` count;
+/* Which of `count` keys from `first` on a row of position `at` sees: from `begin`, which may lie before them, to `end`. */
+struct seen { int64_t begin, end; };
+
+static inline struct seen seen_from(const struct layer *l, int64_t at, int64_t first, int64_t count) {
+    const int64_t end = at + 1 - first;
+    return (struct seen){l->window ? end - l->window : 0, end < count ? end : count};
+}
+
+static inline uint32_t ones_below(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }
+
+/* Scores of a row (two tiles' parts of 32) become weights relative to the best score so far, of which `seen` count;
    returns what older sums are worth now. */
-static float soften(const float *scores, int64_t visible, float scale, bf16 *weights, float *best, float *total) {
+static float soften(const float *scores, struct seen keys, float scale, bf16 *weights, float *best, float *total) {
     __m512 score[4], mass = _mm512_setzero_ps(), high = _mm512_set1_ps(*best);
     for (int i = 0; i < 4; i++) {
-        int64_t here = visible - 16 * i;
-        __mmask16 seen = here >= 16 ? 0xffff : here <= 0 ? 0 : (__mmask16)((1u << here) - 1);
-        /* Scores of keys that are not visible were never computed. */
+        const __mmask16 seen = (__mmask16)(ones_below(keys.end - 16 * i) & ~ones_below(keys.begin - 16 * i));
+        /* Scores of keys behind the last one seen were never computed. */
         score[i] = _mm512_maskz_loadu_ps(seen, scores + i / 2 * MOST_ROWS * 32 + i % 2 * 16);
         score[i] = _mm512_mul_ps(score[i], _mm512_set1_ps(scale));
         score[i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, score[i]);
@@ -35,10 +44,10 @@ static float soften(const float *scores, int64_t visible, float scale, bf16 *wei
     return keep;
 }
 
-/* `rows` rows from `row` on over the `count` packed keys from `first` on; row n sees positions up to
-   `at` + n / share. */
-static void attend_tile(struct room *r, int64_t row, int64_t rows, int64_t dim, int64_t share, int64_t at,
-                        int64_t first, int64_t count) {
+/* `rows` rows from `row` on over the `count` packed keys from `first` on; row n is of position `at` + n / share. */
+static void attend_tile(const struct model *m, const struct layer *l, struct room *r, int64_t row, int64_t rows,
+                        int64_t at, int64_t first, int64_t count) {
+    const int64_t dim = m->head_dim, share = m->heads / m->kv_heads;
     _Alignas(64) float scores[2 * MOST_ROWS * 32], sums[MOST_ROWS * 32];
     _Alignas(64) bf16 weights[MOST_ROWS * KEYS];
     float keep[MOST_ROWS];
@@ -46,9 +55,9 @@ static void attend_tile(struct room *r, int64_t row, int64_t rows, int64_t dim, 
         multiply((const int32_t *)(r->q + row * dim), rows, dim / 2, dim / 2, scores + half * MOST_ROWS * 32,
                  &(struct panel_at){.open = (const uint32_t *)r->keys + half * 32 * dim / 2});
     for (int64_t n = 0; n < rows; n++) {
-        const int64_t i = row + n, visible = at + i / share - first + 1;
-        const float scale = 1.0f / sqrtf((float)dim);
-        keep[n] = soften(scores + n * 32, visible, scale, weights + n * KEYS, r->best + i, r->total + i);
+        const int64_t i = row + n;
+        keep[n] = soften(scores + n * 32, seen_from(l, at + i / share, first, count), 1.0f / sqrtf((float)dim),
+                         weights + n * KEYS, r->best + i, r->total + i);
     }
     for (int64_t i = 0; i < dim; i += 32) {
         multiply((const int32_t *)weights, rows, KEYS / 2, (count + 31) / 32 * 16, sums,
@@ -119,9 +128,9 @@ static inline __attribute__((always_inline)) void add_values(const struct sixtee
     }
 }
 
-/* All rows, FEW at most, over the keys `now`, while those of `then` are on their way; row n sees positions up to `at` +
+/* All rows, FEW at most, over the keys `now`, while those of `then` are on their way; row n is of position `at` +
    n / share. */
-static void attend_few(const struct model *m, const char *kv, struct room *r, int64_t rows, int64_t at,
+static void attend_few(const struct model *m, const struct layer *l, struct room *r, int64_t rows, int64_t at,
                        const struct span *now, const struct span *then) {
     const int64_t dim = m->head_dim, share = m->heads / m->kv_heads, count = now->count, groups = (count + 15) / 16;
     float scores[2 * MOST_ROWS * 32], keep[FEW];
@@ -129,14 +138,14 @@ static void attend_few(const struct model *m, const char *kv, struct room *r, in
     struct sixteen from[KEYS / 16];
     for (int64_t g = 0; g < groups; g++) {
         const struct span ahead = part_of(then, then->count * g / groups, then->count * (g + 1) / groups);
-        fetch_context(m, kv, &ahead);
+        fetch_context(m, l->kv, &ahead);
         const struct span here = part_of(now, g * 16, g + 1 < groups ? g * 16 + 16 : count);
-        from[g] = sixteen_at(m, kv, here, r->k + g * 16 * dim, r->v + g * 16 * dim);
+        from[g] = sixteen_at(m, l->kv, here, r->k + g * 16 * dim, r->v + g * 16 * dim);
         float *to = scores + g / 2 * MOST_ROWS * 32 + g % 2 * 16;
         for (int64_t n = 0; n < rows; n++) _mm512_storeu_ps(to + n * 32, dots16(r->q + n * dim, from[g].keys, dim));
     }
     for (int64_t n = 0; n < rows; n++)
-        keep[n] = soften(scores + n * 32, at + n / share - now->first + 1, 1.0f / sqrtf((float)dim),
+        keep[n] = soften(scores + n * 32, seen_from(l, at + n / share, now->first, count), 1.0f / sqrtf((float)dim),
                          weights + n * KEYS, r->best + n, r->total + n);
     for (int64_t i = 0; i < dim; i += 32)
         switch (rows) {
@@ -167,10 +176,18 @@ static inline int64_t num_keys(const struct step *s, const struct part *p) {
     return s->lengths[p->seq] - (s->starts[p->seq + 1] - p->end);
 }
 
-/* Returns the span of the part's keys from `first` on: KEYS of them, or as many as there are. */
+/* The first key of the first block that any of the part's tokens sees. Nothing before it may be read: its table entries
+   and blocks may be gone. */
+static inline int64_t first_key(const struct model *m, const struct layer *l, const struct step *s,
+                                const struct part *p) {
+    const int64_t seen = num_keys(s, p) - (p->end - p->begin) + 1 - l->window;
+    return l->window && seen > 0 ? seen / m->block_size * m->block_size : 0;
+}
+
+/* Returns the span of the part's keys from `first` on: up to a multiple of KEYS, or as many as there are. */
 static inline struct span keys_of(const struct step *s, const struct part *p, int64_t first) {
-    const int64_t left = num_keys(s, p) - first;
-    return (struct span){s->tables + s->table_starts[p->seq], p->head, first, left < KEYS ? left : KEYS};
+    const int64_t keys = num_keys(s, p), end = (first / KEYS + 1) * KEYS;
+    return (struct span){s->tables + s->table_starts[p->seq], p->head, first, (end < keys ? end : keys) - first};
 }
 
 /* Computes part `p` in the room. `next`, if any, is this thread's next part: its first keys are fetched with the last
@@ -185,19 +202,22 @@ static void attend(const struct model *m, const struct layer *l, const struct st
                width * sizeof *r->q);
     for (int64_t row = 0; row < rows; row++) r->best[row] = -INFINITY, r->total[row] = 0;
     memset(r->out, 0, rows * dim * sizeof *r->out);
-    for (int64_t first = 0; first < keys; first += KEYS) {
+    for (int64_t first = first_key(m, l, s, p), end; first < keys; first = end) {
         struct span now = keys_of(s, p, first), then = {0};
-        if (first + KEYS < keys) then = keys_of(s, p, first + KEYS);
-        else if (next) then = keys_of(s, next, 0);
+        end = first + now.count;
+        if (end < keys) then = keys_of(s, p, end);
+        else if (next) then = keys_of(s, next, first_key(m, l, s, next));
         if (rows <= FEW) {
-            attend_few(m, l->kv, r, rows, at, &now, &then);
+            attend_few(m, l, r, rows, at, &now, &then);
             continue;
         }
         fetch_context(m, l->kv, &then);
         pack_context(m, l->kv, &now, r);
         for (int64_t t = 0; t < tile_count; t++) {
-            int64_t row = tile_begin(rows, t, tile_count), end = tile_begin(rows, t + 1, tile_count);
-            if (first <= at + (end - 1) / share) attend_tile(r, row, end - row, dim, share, at, first, now.count);
+            const int64_t row = tile_begin(rows, t, tile_count), behind = tile_begin(rows, t + 1, tile_count);
+            const struct seen first_row = seen_from(l, at + row / share, first, now.count);
+            if (first > at + (behind - 1) / share || first_row.begin >= now.count) continue;
+            attend_tile(m, l, r, row, behind - row, at, first, now.count);
         }
     }
 }

@@ -135,7 +135,7 @@ static void first_half(struct thread *thread, const struct model *m, const struc
 static void second_half(struct thread *thread, const struct model *m, const struct layer *l, const struct layer *next,
                         const struct step *s, struct room *r) {
     struct upcoming upcoming = {0};
-    if (next)
+    if (next && !next->window)
         upcoming = (struct upcoming){next->kv, s->tables, s->table_starts[s->seqs],
                              2 * m->kv_heads * m->block_size * kv_row(m)};
     attention(thread, m, l, s, r);

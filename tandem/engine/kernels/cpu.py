@@ -31,6 +31,7 @@ _KNOWN = frozenset(
         "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
         "head_dim", "rms_norm_eps", "rope", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings",
         "max_model_len", "eos_token_ids", "dtype", "quantized", "norm_names", "fused_qkv", "fused_gate_up",
+        "windows",
     }
 )  # fmt: skip
 
@@ -193,9 +194,9 @@ def _layer(layer: DecoderLayer, weights: list[PackedWeight], kv: Tensor) -> Laye
     input_norm, _, post_norm, _ = layer.norms
     vectors = (
         input_norm, attention.qkv.bias, q_norm, k_norm, attention.o.bias, post_norm, mlp.gate_up.bias, mlp.down.bias,
-        kv,
     )  # fmt: skip
-    return Layer(*(weight.struct for weight in weights), *map(_pointer, vectors))
+    window, structs = attention.scope.window, (weight.struct for weight in weights)
+    return Layer(*structs, *map(_pointer, vectors), window, kv.data_ptr())
 
 
 def _struct(

@@ -6,6 +6,7 @@
 struct layer {
     struct weight qkv, o, gate_up, down;
     const bf16 *input_norm, *qkv_bias, *q_norm, *k_norm, *o_bias, *post_norm, *gate_up_bias, *down_bias;
+    int64_t window; /* how many tokens a token sees, itself included; 0: all before it */
     char *kv; /* (blocks, 2, kv_heads, block_size, row): see kv_row */
 };
 

@@ -37,7 +37,9 @@ class Layer(ctypes.Structure):
     _fields_ = [
         *((name, Weight) for name in ("qkv", "o", "gate_up", "down")),
         *((name, _POINTER) for name in ("input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "post_norm")),
-        *((name, _POINTER) for name in ("gate_up_bias", "down_bias", "kv")),
+        *((name, _POINTER) for name in ("gate_up_bias", "down_bias")),
+        ("window", _INT),
+        ("kv", _POINTER),
     ]
 
 

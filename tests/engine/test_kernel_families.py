@@ -1,0 +1,121 @@
+"""The CPU kernels compute each family that they know as torch does."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import MistralConfig, PretrainedConfig, Qwen2Config
+
+from tandem.engine.forward.forward import StepInput, TorchForward
+from tandem.engine.kernels import CpuForward
+from tandem.engine.kv.kv_cache import row_size
+from tandem.engine.models import Decoder, ModelConfig, read_model_config
+from tests.engine.test_kernels import STEPS, WIDE, Sizes, fill, steps
+
+SIZES = WIDE | {"max_position_embeddings": 512}
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=20),
+    "mistral, a window over many keys": lambda: MistralConfig(**SIZES, sliding_window=150),
+    "qwen2": lambda: Qwen2Config(**SIZES, sliding_window=9, use_sliding_window=True, max_window_layers=1),
+}
+BLOCKS, GONE = 200, 199  # GONE: a block of numbers that are none
+
+
+def config_of(family: str, folder: Path) -> ModelConfig:
+    made = FAMILIES[family]()
+    made.architectures = ["ForCausalLM"]
+    made.save_pretrained(folder)
+    return read_model_config(folder, None)
+
+
+def models_of(config: ModelConfig) -> tuple[Decoder, Decoder]:
+    """The same weights rounded and exact."""
+    rounded, exact = Decoder(config, torch.bfloat16), Decoder(config, torch.float32)
+    fill(rounded, 3)
+    fill(exact, 3)
+    return rounded, exact
+
+
+def cache_of(config: ModelConfig, block_size: int, dtype: torch.dtype) -> list[Tensor]:
+    """One of numbers that are none, where nothing is written."""
+    shape = (BLOCKS, 2, config.num_kv_heads, block_size, row_size(dtype, config.head_dim))
+    made = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
+    for kv in made:
+        kv.fill_(0 if dtype is torch.float32 else -1 if dtype is torch.int8 else math.nan)
+    return made
+
+
+def sizes_of(config: ModelConfig, block_size: int) -> Sizes:
+    return Sizes(config.num_heads, config.num_kv_heads, config.head_dim, block_size)
+
+
+def tables_of(block_size: int) -> list[list[int]]:
+    order = random.Random(0).sample(range(GONE), GONE)
+    return [[order.pop() for _ in range(-(-sum(asked) // block_size))] for asked in zip(*STEPS, strict=True)]
+
+
+def without_hidden(step: StepInput, config: ModelConfig, block_size: int) -> StepInput:
+    """The step where blocks that no token sees in any layer are gone."""
+    if not config.windows or not all(config.windows):
+        return step
+    window = max(config.windows)
+    tables = []
+    for table, length, count in zip(step.tables, step.lengths, step.counts, strict=True):
+        hidden = max(length - count + 1 - window, 0) // block_size
+        tables.append([GONE] * hidden + table[hidden:])
+    return replace(step, tables=tables)
+
+
+@pytest.mark.parametrize(("block_size", "threads"), [(16, 2), (7, 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_computed_as_torch_does(
+    library: ctypes.CDLL, family: str, block_size: int, threads: int, tmp_path: Path
+) -> None:
+    """Hidden states and logits beside float32, over chunks and single tokens on scattered blocks."""
+    config = config_of(family, tmp_path)
+    assert not CpuForward.misfit(config)
+    rounded, exact = models_of(config)
+    expected = TorchForward(exact, cache_of(config, block_size, torch.float32))
+    cache = cache_of(config, block_size, torch.bfloat16)
+    found = CpuForward(library, rounded, cache, 512, lambda: threads)
+    for step in steps(sizes_of(config, block_size), tables_of(block_size)):
+        with torch.inference_mode():
+            left = without_hidden(step, config, block_size)
+            ours, theirs = found(left), expected(step)
+            rows = [0, len(step.input_ids) - 1]
+            for a, b in ((ours, theirs), (found.logits(ours, rows), expected.logits(theirs, rows))):
+                assert float((a.float() - b).abs().max()) < 0.03 * float(b.abs().max())
+    assert (GONE in left.tables[-1]) == bool(config.windows and all(config.windows))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sequence_gets_the_same_bits_beside_others(
+    library: ctypes.CDLL, family: str, threads: int, tmp_path: Path
+) -> None:
+    config = config_of(family, tmp_path)
+    together, alone = (
+        CpuForward(library, models_of(config)[0], cache_of(config, 16, torch.bfloat16), 512, lambda: threads)
+        for _ in range(2)
+    )
+    for step in steps(sizes_of(config, 16), tables_of(16)):
+        with torch.inference_mode():
+            hidden, start = together(step).clone(), 0
+            for number, count in enumerate(step.counts):
+                here, start = slice(start, start + count), start + count
+                assert torch.equal(alone(part_of(step, number, here)), hidden[here])
+
+
+def part_of(step: StepInput, number: int, here: slice) -> StepInput:
+    return StepInput(
+        step.input_ids[here].contiguous(), step.positions[here].contiguous(), step.slots[here].contiguous(),
+        step.counts[number : number + 1], step.lengths[number : number + 1], step.tables[number : number + 1],
+    )  # fmt: skip
