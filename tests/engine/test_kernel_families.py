@@ -12,20 +12,25 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import MistralConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3MoeConfig
 
 from tandem.engine.forward.forward import StepInput, TorchForward
 from tandem.engine.kernels import CpuForward
 from tandem.engine.kv.kv_cache import row_size
-from tandem.engine.models import Decoder, ModelConfig, read_model_config
-from tests.engine.test_kernels import STEPS, WIDE, Sizes, fill, steps
+from tandem.engine.models import Decoder, Experts, ModelConfig, read_model_config
+from tests.engine.test_kernels import STEPS, WIDE, Sizes, fill, quantize_model, steps
 
 SIZES = WIDE | {"max_position_embeddings": 512}
+EXPERTS = {"num_experts": 40, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=20),
     "mistral, a window over many keys": lambda: MistralConfig(**SIZES, sliding_window=150),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=3),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+    "qwen2-moe": lambda: Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=96, mlp_only_layers=[1]),
     "qwen2": lambda: Qwen2Config(**SIZES, sliding_window=9, use_sliding_window=True, max_window_layers=1),
 }
+PASSES = [(16, 2, "none"), (7, 1, "none"), (16, 2, "int8"), (16, 3, "ordered")]
 BLOCKS, GONE = 200, 199  # GONE: a block of numbers that are none
 
 
@@ -36,12 +41,18 @@ def config_of(family: str, folder: Path) -> ModelConfig:
     return read_model_config(folder, None)
 
 
-def models_of(config: ModelConfig) -> tuple[Decoder, Decoder]:
-    """The same weights rounded and exact."""
-    rounded, exact = Decoder(config, torch.bfloat16), Decoder(config, torch.float32)
-    fill(rounded, 3)
-    fill(exact, 3)
-    return rounded, exact
+def models_of(config: ModelConfig, quantization: str = "none") -> tuple[Decoder, Decoder]:
+    """The same weights for bfloat16 and for float32. Scores of experts are far apart, for where they are almost alike,
+    rounding may choose another one."""
+    made = Decoder(config, torch.bfloat16), Decoder(config, torch.float32)
+    for model in made:
+        fill(model, 3)
+        for layer in model.layers:
+            if isinstance(layer.mlp, Experts):
+                layer.mlp.router.weight.mul_(8)
+        if quantization != "none":
+            quantize_model(model, quantization)
+    return made
 
 
 def cache_of(config: ModelConfig, block_size: int, dtype: torch.dtype) -> list[Tensor]:
@@ -74,26 +85,34 @@ def without_hidden(step: StepInput, config: ModelConfig, block_size: int) -> Ste
     return replace(step, tables=tables)
 
 
-@pytest.mark.parametrize(("block_size", "threads"), [(16, 2), (7, 1)])
+@pytest.mark.parametrize(("block_size", "threads", "quantization"), PASSES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_computed_as_torch_does(
-    library: ctypes.CDLL, family: str, block_size: int, threads: int, tmp_path: Path
+    library: ctypes.CDLL, family: str, block_size: int, threads: int, quantization: str, tmp_path: Path
 ) -> None:
     """Hidden states and logits beside float32, over chunks and single tokens on scattered blocks."""
     config = config_of(family, tmp_path)
     assert not CpuForward.misfit(config)
-    rounded, exact = models_of(config)
+    rounded, exact = models_of(config, quantization)
     expected = TorchForward(exact, cache_of(config, block_size, torch.float32))
     cache = cache_of(config, block_size, torch.bfloat16)
-    found = CpuForward(library, rounded, cache, 512, lambda: threads)
+    found, errors = CpuForward(library, rounded, cache, 512, lambda: threads), list[float]()
     for step in steps(sizes_of(config, block_size), tables_of(block_size)):
         with torch.inference_mode():
             left = without_hidden(step, config, block_size)
             ours, theirs = found(left), expected(step)
             rows = [0, len(step.input_ids) - 1]
-            for a, b in ((ours, theirs), (found.logits(ours, rows), expected.logits(theirs, rows))):
-                assert float((a.float() - b).abs().max()) < 0.03 * float(b.abs().max())
+            errors += error(ours, theirs)
+            errors += error(found.logits(ours, rows), expected.logits(theirs, rows))
+    few = len(errors) // 50 if config.experts else 0
+    assert sorted(errors)[-1 - few] < 0.03, sorted(errors)[-20:]
     assert (GONE in left.tables[-1]) == bool(config.windows and all(config.windows))
+
+
+def error(ours: Tensor, theirs: Tensor) -> list[float]:
+    """Each row's largest error, relative to the largest number of all."""
+    found: list[float] = ((ours.float() - theirs).abs().amax(dim=1) / theirs.abs().max()).tolist()
+    return found
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -119,3 +138,11 @@ def part_of(step: StepInput, number: int, here: slice) -> StepInput:
         step.input_ids[here].contiguous(), step.positions[here].contiguous(), step.slots[here].contiguous(),
         step.counts[number : number + 1], step.lengths[number : number + 1], step.tables[number : number + 1],
     )  # fmt: skip
+
+
+def test_experts_that_are_chosen_in_groups_are_left_to_torch(tmp_path: Path) -> None:
+    config = config_of("qwen3-moe", tmp_path)
+    assert config.experts is not None
+    grouped = replace(config, experts=replace(config.experts, groups=2))
+    assert CpuForward.misfit(grouped) == "they do not know how experts are chosen"
+    assert "multiples of 32" in CpuForward.misfit(replace(config, experts=replace(config.experts, inner=40)))

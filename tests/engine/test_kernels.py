@@ -117,7 +117,7 @@ def quantize_model(model: Decoder, quantization: str) -> None:
     for number, (linear, _, _) in enumerate(model.fused()):
         assert isinstance(linear.weight, QuantizedWeight)
         if quantization == "ordered":
-            order = torch.randperm(linear.weight.shape[1], generator=torch.Generator().manual_seed(2))
+            order = torch.randperm(linear.weight.shape[1], generator=torch.Generator().manual_seed(number))
             linear.weight = replace(linear.weight, order=order)
         elif quantization == "exact":
             linear.weight = as_checkpoints_have_it(linear.weight, SCALE_TYPES[1 + number % 2])

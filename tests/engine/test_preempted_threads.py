@@ -14,6 +14,7 @@ from tandem.engine.kernels import CpuForward, load_library
 from tandem.engine.kv.kv_cache import row_size
 from tandem.engine.lora import Adapter, LowRank, shapes_of
 from tandem.engine.models import Decoder, ModelConfig
+from tests.engine.test_kernel_families import config_of
 from tests.engine.test_kernels import SHAPES, fill, quantize_model, steps
 
 pytestmark = pytest.mark.long
@@ -30,13 +31,13 @@ def stalling(library: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory) -> 
     return stalling
 
 
-@pytest.mark.parametrize("kind", ["none", "int4", "ordered", "int8 KV", "adapters"])
+@pytest.mark.parametrize("kind", ["none", "int4", "ordered", "int8 KV", "adapters", "experts"])
 def test_their_pieces_are_computed_again_and_no_bit_changes(
     library: ctypes.CDLL, stalling: ctypes.CDLL, kind: str, tmp_path: Path
 ) -> None:
+    config = config_of("qwen2-moe", tmp_path) if kind == "experts" else SIZES.config(tmp_path)
     alone, two, five = (
-        computed(kernels, threads, kind, SIZES.config(tmp_path))
-        for kernels, threads in ((library, 1), (stalling, 2), (stalling, 5))
+        computed(kernels, threads, kind, config) for kernels, threads in ((library, 1), (stalling, 2), (stalling, 5))
     )
     for found in (two, five):
         assert all(map(torch.equal, found, alone))
@@ -46,10 +47,10 @@ def computed(library: ctypes.CDLL, threads: int, kind: str, config: ModelConfig)
     """Hidden states and logits of several steps, and the cache behind them."""
     model = Decoder(config, torch.bfloat16)
     fill(model, 3)
-    if kind in ("int4", "ordered"):
-        quantize_model(model, kind)
+    if kind in ("int4", "ordered", "experts"):
+        quantize_model(model, "ordered" if kind == "experts" else kind)
     dtype = torch.int8 if kind == "int8 KV" else torch.bfloat16
-    cache = [torch.zeros(128, 2, 2, 16, row_size(dtype, SIZES.head_dim), dtype=dtype) for _ in model.layers]
+    cache = [torch.zeros(128, 2, 2, 16, row_size(dtype, config.head_dim), dtype=dtype) for _ in model.layers]
     forward, adapter, found = (
         CpuForward(library, model, cache, 512, lambda: threads),
         adapter_of(config),

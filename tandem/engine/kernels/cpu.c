@@ -1,12 +1,13 @@
 /* The decoder's forward pass in bfloat16 for x86 CPUs with AVX512-BF16, or AMX too: sums in float32, each rounded once
    at its end.
 
-   forward    for each layer: norm, qkv, rope and write to the cache, attention, o, norm, gate-up-silu, down
+   forward    for each layer: norm, qkv, rope and write to the cache, attention, o, norm, gate-up-silu, down or experts
    logits     norm and head of some rows
 
    All layers run in one parallel region. */
 
 #include "attention.h"
+#include "experts.h"
 #include "lora.h"
 #include "sampling.h"
 
@@ -127,7 +128,7 @@ static void first_half(struct thread *thread, const struct model *m, const struc
     norm(thread, s->x, 0, l->input_norm, s->normed, s->rows, m->hidden, m->eps);
     adapt(thread, s, l - m->layers, s->normed, &l->qkv, QKV_PARTS, 3);
     linear(thread, (struct linear){s->normed, &l->qkv, l->qkv_bias, 0, s->qkv, s->rows, PLAIN, s->adapters, s->added,
-                                   {0}});
+                                   {0}, 0});
     place(thread, m, l, s);
 }
 
@@ -141,14 +142,18 @@ static void second_half(struct thread *thread, const struct model *m, const stru
     attention(thread, m, l, s, r);
     adapt(thread, s, l - m->layers, s->attended, &l->o, O_PARTS, 1);
     linear(thread, (struct linear){s->attended, &l->o, l->o_bias, s->x, s->x, s->rows, PLAIN, s->adapters, s->added,
-                                   {0}});
+                                   {0}, 0});
     norm(thread, s->x, 0, l->post_norm, s->normed, s->rows, m->hidden, m->eps);
+    if (l->experts) {
+        compute_experts(thread, m, l, s);
+        return;
+    }
     adapt(thread, s, l - m->layers, s->normed, &l->gate_up, GATE_UP_PARTS, 2);
     linear(thread, (struct linear){s->normed, &l->gate_up, l->gate_up_bias, 0, s->inner, s->rows, SILU, s->adapters,
-                                   s->added, upcoming});
+                                   s->added, upcoming, 0});
     adapt(thread, s, l - m->layers, s->inner, &l->down, DOWN_PARTS, 1);
     linear(thread, (struct linear){s->inner, &l->down, l->down_bias, s->x, s->x, s->rows, PLAIN, s->adapters, s->added,
-                                   {0}});
+                                   {0}, 0});
 }
 
 static void run_halves(void *data) {
@@ -170,7 +175,7 @@ static void run_head(void *data) {
     const struct step *s = p->step;
     struct thread thread = join_pass(p);
     norm(&thread, s->x, p->picked, m->norm, s->normed, s->rows, m->hidden, m->eps);
-    linear(&thread, (struct linear){s->normed, &m->head, 0, 0, p->logits, s->rows, WIDE, 0, 0, {0}});
+    linear(&thread, (struct linear){s->normed, &m->head, 0, 0, p->logits, s->rows, WIDE, 0, 0, {0}, 0});
     leave_tiles();
 }
 
@@ -182,15 +187,25 @@ void tandem_init(parallel_fn parallel, int (*number)(void), int (*count)(void)) 
 int64_t tandem_has_amx(void) { return has_amx; }
 
 /* The sizes of the structs that Python has too, in the order of structs.py. */
-const int64_t tandem_sizes[] = {sizeof(struct weight), sizeof(struct panel), sizeof(struct rare), sizeof(struct layer),
+const int64_t tandem_sizes[] = {sizeof(struct weight), sizeof(struct panel), sizeof(struct rare), sizeof(struct experts),
+                                sizeof(struct mixture), sizeof(struct layer),
                                 sizeof(struct model), sizeof(struct lora_part), sizeof(struct step), sizeof(struct draw)};
 
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Room for any piece's result: of a panel, of a few rows, of what an adapter adds to them. */
 static int64_t result_bytes(const struct model *m, int64_t rows) {
-    const int64_t widest = most(most(2 * m->intermediate, m->hidden), row_width(m)) * (int64_t)sizeof(float);
-    return (most(rows * 32 * (int64_t)sizeof(float), ROWS_A_PIECE * widest) + 63) / 64 * 64;
+    const struct mixture *x = m->mixture;
+    const int64_t inner = most(m->intermediate, x ? x->inner : 0);
+    const int64_t widest = most(most(2 * inner, m->hidden), row_width(m)) * (int64_t)sizeof(float);
+    const int64_t found = most(rows * 32 * (int64_t)sizeof(float), ROWS_A_PIECE * widest);
+    return (most(found, x ? most(groups_bytes(x, rows), x->per_token * 8) : 0) + 63) / 64 * 64;
+}
+
+/* The most pieces of the loops of experts. */
+static int64_t expert_pieces(const struct model *m, int64_t rows) {
+    const struct mixture *x = m->mixture;
+    return x ? most(num_slots(x, rows) * most(2 * x->inner, m->hidden) / 32, rows * x->per_token) : 0;
 }
 
 /* Runs a pass in memory of its own; a loop has at most `pieces` pieces. Returns 0, or -1 without memory. */
@@ -212,7 +227,8 @@ int64_t tandem_layers(const struct model *model, const struct step *step, int64_
     int64_t parts = 0;
     for (int64_t i = 0; i < step->seqs; i++) parts += num_parts(model, step, i);
     const int64_t panels = most(most(2 * model->intermediate, model->hidden), row_width(model)) / 32;
-    return run_pass(run_halves, &pass, most(most(panels, step->rows), parts), threads);
+    return run_pass(run_halves, &pass, most(most(most(panels, step->rows), parts), expert_pieces(model, step->rows)),
+                    threads);
 }
 
 /* Logits (count, vocab) of the rows `picked` of step->x; step->normed is room for them. Returns 0 or -1. */

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from tandem.engine.forward import StepInput, Taps
+from tandem.engine.kernels.layers import PANEL_OUTPUTS, TILE_ROWS, MixtureRoom, PackedLayer, inner_size
 from tandem.engine.kernels.packed import PackedWeight
-from tandem.engine.kernels.structs import Layer, LoraPart, ModelStruct, Step
+from tandem.engine.kernels.structs import Layer, LoraPart, ModelStruct, Step, Weight
 from tandem.engine.lora import PARTS, Adapter, LowRank, shapes_of
-from tandem.engine.models import MLP, Attention, Decoder, DecoderLayer, ModelConfig
-from tandem.engine.quantization import Fp8Weight
+from tandem.engine.models import Decoder, ModelConfig
 
-_MAX_THREADS, _PANEL_OUTPUTS, _TILE_ROWS, _TILE_PAIRS = 128, 32, 32, 16
+_MAX_THREADS, _TILE_PAIRS = 128, 16
 _MAX_HEAD_DIM = 256  # MAX_DIM of context.h
 # The fields of ModelConfig that the kernels support. If any other field is set, the model needs an unknown operation.
 _KNOWN = frozenset(
@@ -31,7 +31,7 @@ _KNOWN = frozenset(
         "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
         "head_dim", "rms_norm_eps", "rope", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings",
         "max_model_len", "eos_token_ids", "dtype", "quantized", "norm_names", "fused_qkv", "fused_gate_up",
-        "windows",
+        "windows", "experts",
     }
 )  # fmt: skip
 
@@ -59,23 +59,26 @@ class CpuForward:
         self._embed = PackedWeight(library, model.embed)
         self._head = self._embed if model.lm_head is model.embed else PackedWeight(library, model.lm_head)
         model.embed = model.lm_head = model.norm.new_empty(0)
-        self._weights = [_pack(library, layer, model.norm) for layer in model.layers]
-        self._layers = (Layer * len(model.layers))(*map(_layer, model.layers, self._weights, kv_cache))
+        self._packed = [PackedLayer(library, *each) for each in zip(model.layers, kv_cache, strict=True)]
+        self._layers = (Layer * len(self._packed))(*(layer.struct for layer in self._packed))
         config = model.config
-        widest = max(config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+        experts, of_experts = config.experts, [weight for layer in self._packed for weight in layer.of_experts]
+        self._mixture = MixtureRoom(experts, config.hidden_size, max_tokens, model.norm) if experts else None
+        weights = [weight for layer in self._packed for weight in layer.weights] + [self._head.struct]
+        widest = max(weight.inputs for weight in (*weights, *of_experts))
         self._opened = torch.empty(
-            _MAX_THREADS, (widest // 2 + _TILE_PAIRS) * _PANEL_OUTPUTS, dtype=torch.int32
+            _MAX_THREADS, (widest // 2 + _TILE_PAIRS) * PANEL_OUTPUTS, dtype=torch.int32
         )  # its pages take memory only once used
-        weights = [weight.struct for layer in self._weights for weight in layer] + [self._head.struct]
-        groups = max((weight.inputs // weight.group for weight in weights if weight.bits), default=0)
-        self._x_sums = torch.empty(max_tokens, groups)
-        self._struct = _struct(model, self._layers, self._head, kv_cache[0], self._opened, self._x_sums)
+        groups, of_pairs = _groups(weights), _groups(of_experts) * (experts.per_token if experts else 0)
+        self._x_sums = torch.empty(max_tokens, max(groups, of_pairs))
+        self._struct = _struct(model, self._layers, self._head, kv_cache[0], self._opened, self._x_sums, self._mixture)
         heads = config.num_heads * config.head_dim
         widths = (config.hidden_size, config.hidden_size, heads + 2 * config.num_kv_heads * config.head_dim, heads)
         self._angles = torch.empty(2, max_tokens, config.head_dim // 2)
         self._logits = torch.empty(0)
-        rows = max_tokens + _TILE_ROWS - 1  # the last tile reads past the rows and drops their results
-        self._room = [model.norm.new_empty(rows, width) for width in (*widths, config.intermediate_size)]
+        rows = max_tokens + TILE_ROWS - 1  # the last tile reads past the rows and drops their results
+        self._room = [model.norm.new_empty(rows, width) for width in widths]
+        self._room.append(model.norm.new_empty(inner_size(config, max_tokens)))
         self._added = torch.empty(0)  # allocated when a step first has adapters
         self._tables: WeakKeyDictionary[Adapter, ctypes.Array[LoraPart]] = WeakKeyDictionary()
         self._room_at = [room.data_ptr() for room in (*self._room, *self._angles)]
@@ -90,10 +93,12 @@ class CpuForward:
             return f"they do not know rope's attention_factor, {config.rope.attention_factor:g}"
         if [bool(name) for name in config.norm_names] != [True, False, True, False]:
             return f"they do not know norms at {', '.join(filter(None, config.norm_names))}"
-        heads = config.num_heads + 2 * config.num_kv_heads
-        outputs = (heads * config.head_dim, config.hidden_size, 2 * config.intermediate_size, config.vocab_size)
-        if config.intermediate_size < 2 * _TILE_PAIRS or math.gcd(*outputs, config.head_dim) % _PANEL_OUTPUTS:
-            return f"the model's sizes are no multiples of {_PANEL_OUTPUTS}"
+        if (experts := config.experts) and (experts.groups > 1 or experts.has_correction or experts.has_wide_router):
+            return "they do not know how experts are chosen"
+        heads, inner = config.num_heads + 2 * config.num_kv_heads, _inner_sizes(config)
+        outputs = (heads * config.head_dim, config.hidden_size, config.vocab_size, *(2 * size for size in inner))
+        if min(inner) < 2 * _TILE_PAIRS or math.gcd(*outputs, config.head_dim) % PANEL_OUTPUTS:
+            return f"the model's sizes are no multiples of {PANEL_OUTPUTS}"
         return "" if config.head_dim <= _MAX_HEAD_DIM else f"head_dim {config.head_dim} is above {_MAX_HEAD_DIM}"
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
@@ -143,13 +148,14 @@ class CpuForward:
         if adapter not in self._tables:
             shapes = shapes_of(self._model.config)
             names = [name for parts in PARTS.values() for name in parts]
-            found = [_lora_part(layer.get(name), shapes[name][0]) for layer in adapter.layers for name in names]
+            outputs = {name: shapes[name][0] if name in shapes else 0 for name in names}
+            found = [_lora_part(layer.get(name), outputs[name]) for layer in adapter.layers for name in names]
             self._tables[adapter] = (LoraPart * len(found))(*found)
         return self._tables[adapter]
 
     def _added_room(self, rows: int) -> int:
         if len(self._added) < rows:
-            widest = max(weight.struct.outputs for weights in self._weights[:1] for weight in weights)
+            widest = max(weight.outputs for weight in self._packed[0].weights)
             self._added = torch.empty(rows, widest)
         return self._added.data_ptr()
 
@@ -176,36 +182,15 @@ class CpuForward:
             raise MemoryError("no memory for the attention of a step")
 
 
-def _pack(library: ctypes.CDLL, layer: DecoderLayer, place: Tensor) -> list[PackedWeight]:
-    """Packs the layer's weights one after the other and frees each original."""
-    packed = []
-    for linear in layer.linears():
-        assert not isinstance(linear.weight, Fp8Weight)  # the loader converts fp8 weights on CPUs
-        packed.append(PackedWeight(library, linear.weight, halves=linear is layer.linears()[2]))
-        linear.weight = place.new_empty(0)
-    return packed
-
-
-def _layer(layer: DecoderLayer, weights: list[PackedWeight], kv: Tensor) -> Layer:
-    attention, mlp = layer.attention, layer.mlp
-    assert isinstance(attention, Attention)
-    assert isinstance(mlp, MLP)
-    q_norm, k_norm = attention.norms or (None, None)
-    input_norm, _, post_norm, _ = layer.norms
-    vectors = (
-        input_norm, attention.qkv.bias, q_norm, k_norm, attention.o.bias, post_norm, mlp.gate_up.bias, mlp.down.bias,
-    )  # fmt: skip
-    window, structs = attention.scope.window, (weight.struct for weight in weights)
-    return Layer(*structs, *map(_pointer, vectors), window, kv.data_ptr())
-
-
 def _struct(
-    model: Decoder, layers: ctypes.Array[Layer], head: PackedWeight, kv: Tensor, opened: Tensor, x_sums: Tensor
-) -> ModelStruct:
+    model: Decoder, layers: ctypes.Array[Layer], head: PackedWeight, kv: Tensor, opened: Tensor, x_sums: Tensor,
+    mixture: MixtureRoom | None,
+) -> ModelStruct:  # fmt: skip
     config = model.config
     return ModelStruct(
         ctypes.addressof(layers), head.struct, model.norm.data_ptr(), opened.data_ptr(), opened.shape[1],
-        x_sums.data_ptr(), model.inverse.data_ptr(), config.hidden_size, config.num_heads, config.num_kv_heads,
+        x_sums.data_ptr(), ctypes.addressof(mixture.struct) if mixture else None, model.inverse.data_ptr(),
+        config.hidden_size, config.num_heads, config.num_kv_heads,
         config.head_dim, config.intermediate_size, kv.shape[3], kv.dtype == torch.int8, config.rms_norm_eps,
     )  # fmt: skip
 
@@ -227,9 +212,18 @@ def _lora_part(part: LowRank | None, outputs: int) -> LoraPart:
     return LoraPart(part.down.data_ptr(), part.up.data_ptr(), len(part.down), outputs)
 
 
+def _groups(weights: list[Weight]) -> int:
+    """Returns the most groups of inputs that a quantized one of the weights has."""
+    return max((weight.inputs // weight.group for weight in weights if weight.bits), default=0)
+
+
+def _inner_sizes(config: ModelConfig) -> list[int]:
+    """Returns the inner sizes of all MLPs, experts and shared experts."""
+    if (experts := config.experts) is None:
+        return [config.intermediate_size]
+    found = [experts.inner, *([experts.shared_inner] if experts.shared_inner else [])]
+    return found if len(experts.layers) == config.num_layers else [*found, config.intermediate_size]
+
+
 def _address(values: array[int]) -> int:
     return values.buffer_info()[0]
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -23,6 +23,7 @@ struct linear {
     const struct lora_part *const *adapters; /* of each row, if any has one: `added` (rows, outputs) is added to it */
     const float *added;
     struct upcoming upcoming;
+    int64_t first; /* which row of x_sums the first row has */
 };
 
 /* What is added to a row's output `column`. */
@@ -185,7 +186,7 @@ static void quantized_panel(const struct thread *thread, const struct linear *j,
         struct quantized_at at = {
             .groups = w->bytes + panel * panel_bytes(w), .open = thread->opened, .ahead = ahead, .count = groups,
             .pairs = w->group / 2, .bytes = group_bytes(w), .scale_type = w->scale_type, .scale_bytes = scale_bytes(w),
-            .half = (int64_t)1 << (w->bits - 1), .num_groups = groups, .x_sums = thread->x_sums + row * groups,
+            .half = (int64_t)1 << (w->bits - 1), .num_groups = groups, .x_sums = thread->x_sums + (j->first + row) * groups,
         };
         if (!t && count > 1) at.opened = thread->opened;
         if (t) at.ahead = upcoming_block(&j->upcoming, panel * (count - 1) + t - 1, w->outputs / 32 * (count - 1));
@@ -219,13 +220,17 @@ static void linear_panel(const struct thread *thread, const struct linear *j, in
     }
 }
 
+static void one_panel(const struct thread *thread, const struct linear *j, int64_t panel, const char *ahead) {
+    if (!j->weight->bits) linear_panel(thread, j, panel, ahead);
+    else (has_amx ? amx_quantized_panel : quantized_panel)(thread, j, panel, ahead);
+}
+
 static void linear_rows(struct thread *thread, const struct linear *job) {
     const char *bytes = (const char *)job->weight->bytes;
     if (job->weight->bits && !has_amx) sum_groups(thread, job->x, job->rows, job->weight->inputs, job->weight->group);
     begin(thread, job->weight->outputs / 32);
     for (int64_t next, panel; (panel = take(thread, &next)) >= 0;) {
-        (!job->weight->bits ? linear_panel : has_amx ? amx_quantized_panel : quantized_panel)(
-            thread, job, panel, next < 0 ? 0 : bytes + next * panel_bytes(job->weight));
+        one_panel(thread, job, panel, next < 0 ? 0 : bytes + next * panel_bytes(job->weight));
         if (win(thread, panel)) put_rows(job, panel, thread->result), written(thread);
     }
 }

@@ -3,8 +3,29 @@
 #pragma once
 #include "packing.h"
 
+/* A layer's experts. The router's outputs, filled up to a multiple of 32, are their scores and, where the shared expert
+   has a gate, the gate's. Biases are of all experts, one after the other. */
+struct experts {
+    struct weight router;
+    const struct weight *gate_up, *down; /* of each */
+    const bf16 *router_bias, *gate_up_bias, *down_bias;
+};
+
+/* What the experts of all layers have in common, and room for a step's. */
+struct mixture {
+    int64_t count, per_token, inner;
+    int64_t is_of_chosen; /* shares are a softmax of the chosen experts' scores, not of all */
+    int64_t has_shared_gate;
+    float *scores, *shares; /* (rows, router's outputs), (rows, per_token) */
+    int32_t *chosen, *groups;
+    bf16 *sorted; /* (rows * per_token, hidden) */
+    float scale; /* of shares */
+};
+
+/* With experts, gate_up and down are the shared expert's, if there is one. */
 struct layer {
     struct weight qkv, o, gate_up, down;
+    const struct experts *experts;
     const bf16 *input_norm, *qkv_bias, *q_norm, *k_norm, *o_bias, *post_norm, *gate_up_bias, *down_bias;
     int64_t window; /* how many tokens a token sees, itself included; 0: all before it */
     char *kv; /* (blocks, 2, kv_heads, block_size, row): see kv_row */
@@ -17,6 +38,7 @@ struct model {
     uint32_t *opened; /* for each of MAX_THREADS threads, pairs of the widest panel: opened_size */
     int64_t opened_size;
     float *x_sums;
+    const struct mixture *mixture;
     const float *inverse; /* radians per position, (head_dim / 2,) */
     int64_t hidden, heads, kv_heads, head_dim, intermediate, block_size;
     int64_t kv_int8; /* KV is in int8, as kv_cache.py has it */

@@ -31,11 +31,31 @@ class Rare(ctypes.Structure):
     _fields_ = [("at", ctypes.c_uint32), ("value", ctypes.c_float)]
 
 
+class ExpertsStruct(ctypes.Structure):
+    """`struct experts` of model.h."""
+
+    _fields_ = [
+        ("router", Weight),
+        *((name, _POINTER) for name in ("gate_up", "down", "router_bias", "gate_up_bias", "down_bias")),
+    ]
+
+
+class Mixture(ctypes.Structure):
+    """`struct mixture` of model.h."""
+
+    _fields_ = [
+        *((name, _INT) for name in ("count", "per_token", "inner", "is_of_chosen", "has_shared_gate")),
+        *((name, _POINTER) for name in ("scores", "shares", "chosen", "groups", "sorted")),
+        ("scale", ctypes.c_float),
+    ]
+
+
 class Layer(ctypes.Structure):
     """`struct layer` of model.h."""
 
     _fields_ = [
         *((name, Weight) for name in ("qkv", "o", "gate_up", "down")),
+        ("experts", _POINTER),
         *((name, _POINTER) for name in ("input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "post_norm")),
         *((name, _POINTER) for name in ("gate_up_bias", "down_bias")),
         ("window", _INT),
@@ -53,6 +73,7 @@ class ModelStruct(ctypes.Structure):
         ("opened", _POINTER),
         ("opened_size", _INT),
         ("x_sums", _POINTER),
+        ("mixture", _POINTER),
         ("inverse", _POINTER),
         *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "block_size")),
         ("kv_int8", _INT),
@@ -77,5 +98,6 @@ class Step(ctypes.Structure):
     ]
 
 
-SIZES = {struct.__name__: ctypes.sizeof(struct) for struct in (Weight, Panel, Rare, Layer, ModelStruct, LoraPart, Step)}
+_SHARED = (Weight, Panel, Rare, ExpertsStruct, Mixture, Layer, ModelStruct, LoraPart, Step)
+SIZES = {struct.__name__: ctypes.sizeof(struct) for struct in _SHARED}
 SIZES["Draw"] = DRAW.size  # `struct draw` of sampling.h

@@ -1,0 +1,117 @@
+"""A decoder's layers as the kernels read them: each weight's packed copy replaces it, so each is held once."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.engine.kernels.packed import PackedWeight
+from tandem.engine.kernels.structs import ExpertsStruct, Layer, Mixture, Weight
+from tandem.engine.models import Attention, DecoderLayer, Experts, ExpertsConfig, Linear, ModelConfig
+from tandem.engine.quantization import Fp8Weight
+
+PANEL_OUTPUTS, TILE_ROWS = 32, 32
+
+
+class PackedLayer:
+    """A layer's packed weights; `struct` points to them, to the layer's other weights and to its `kv`."""
+
+    def __init__(self, library: ctypes.CDLL, layer: DecoderLayer, kv: Tensor) -> None:
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(attention, Attention)
+        self._experts = PackedExperts(library, mlp) if isinstance(mlp, Experts) else None
+        dense = mlp.shared if isinstance(mlp, Experts) else mlp
+        self._packed = [pack(library, linear) for linear in attention.linears()]
+        if dense is not None:
+            self._packed += [pack(library, dense.gate_up, halves=True), pack(library, dense.down)]
+        q_norm, k_norm = attention.norms or (None, None)
+        input_norm, _, post_norm, _ = layer.norms
+        biases = (None, None) if dense is None else (dense.gate_up.bias, dense.down.bias)
+        self._vectors = (input_norm, attention.qkv.bias, q_norm, k_norm, attention.o.bias, post_norm, *biases)
+        weights = [weight.struct for weight in self._packed] + [Weight()] * (4 - len(self._packed))
+        experts = ctypes.addressof(self._experts.struct) if self._experts else None
+        window = attention.scope.window
+        self.struct = Layer(*weights, experts, *map(_pointer, self._vectors), window, kv.data_ptr())
+
+    @property
+    def weights(self) -> list[Weight]:
+        """The weights that each row of a step is multiplied with."""
+        return [weight.struct for weight in self._packed]
+
+    @property
+    def of_experts(self) -> list[Weight]:
+        """The weights that a row is multiplied with if their expert is chosen for it."""
+        return self._experts.weights if self._experts else []
+
+
+class PackedExperts:
+    """The packed weights of a layer's experts and of their router."""
+
+    def __init__(self, library: ctypes.CDLL, experts: Experts) -> None:
+        router, gate = experts.router, experts.shared_gate
+        rows = router.weight if gate is None else torch.cat((router.weight, gate))
+        missing = -len(rows) % PANEL_OUTPUTS
+        self._router = PackedWeight(library, F.pad(rows, (0, 0, 0, missing)))
+        self._gate_up = [pack(library, expert.gate_up, halves=True) for expert in experts.experts]
+        self._down = [pack(library, expert.down) for expert in experts.experts]
+        self._arrays = [_array(packed) for packed in (self._gate_up, self._down)]
+        self._biases = (
+            None if router.bias is None else F.pad(router.bias, (0, missing)),
+            _stacked([expert.gate_up for expert in experts.experts]),
+            _stacked([expert.down for expert in experts.experts]),
+        )
+        self.struct = ExpertsStruct(
+            self._router.struct, *map(ctypes.addressof, self._arrays), *map(_pointer, self._biases)
+        )
+
+    @property
+    def weights(self) -> list[Weight]:
+        return [weight.struct for weight in (*self._gate_up, *self._down)]
+
+
+class MixtureRoom:
+    """The facts that the experts of all layers have in common, and room for steps of at most `max_tokens` tokens."""
+
+    def __init__(self, config: ExpertsConfig, hidden: int, max_tokens: int, like: Tensor) -> None:
+        pairs = max_tokens * config.per_token
+        outputs = -(-(config.count + config.has_shared_gate) // PANEL_OUTPUTS) * PANEL_OUTPUTS
+        self._room = (
+            torch.empty(max_tokens, outputs), torch.empty(pairs), torch.empty(pairs, dtype=torch.int32),
+            torch.empty(4 * pairs + 1, dtype=torch.int32), like.new_empty(pairs + TILE_ROWS - 1, hidden),
+        )  # fmt: skip
+        is_of_chosen = config.is_normed or config.scoring == "chosen"
+        self.struct = Mixture(
+            config.count, config.per_token, config.inner, is_of_chosen, config.has_shared_gate,
+            *(room.data_ptr() for room in self._room), config.scale,
+        )  # fmt: skip
+
+
+def pack(library: ctypes.CDLL, linear: Linear, halves: bool = False) -> PackedWeight:
+    """Packs a layer's weight and frees the original. `halves`: its outputs are (gate | up)."""
+    assert not isinstance(linear.weight, Fp8Weight)  # the loader converts fp8 weights on CPUs
+    packed = PackedWeight(library, linear.weight, halves)
+    linear.weight = torch.empty(0, dtype=torch.bfloat16)
+    return packed
+
+
+def inner_size(config: ModelConfig, max_tokens: int) -> int:
+    """Returns the most numbers between gate-up and down that a step of `max_tokens` tokens has at once."""
+    experts = config.experts
+    dense = (max_tokens + TILE_ROWS - 1) * max(config.intermediate_size, experts.shared_inner if experts else 0)
+    return max(dense, (max_tokens * experts.per_token + TILE_ROWS - 1) * experts.inner) if experts else dense
+
+
+def _array(packed: list[PackedWeight]) -> ctypes.Array[Weight]:
+    return (Weight * len(packed))(*(weight.struct for weight in packed))
+
+
+def _stacked(linears: list[Linear]) -> Tensor | None:
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return torch.stack(biases) if biases else None
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
