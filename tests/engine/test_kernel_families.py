@@ -12,15 +12,27 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import MistralConfig, MixtralConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from tandem.engine.forward.forward import StepInput, TorchForward
 from tandem.engine.kernels import CpuForward
 from tandem.engine.kv.kv_cache import row_size
 from tandem.engine.models import Decoder, Experts, ModelConfig, read_model_config
 from tests.engine.test_kernels import STEPS, WIDE, Sizes, fill, quantize_model, steps
+from tests.engine.tiny import LINEAR_ROPE
 
 SIZES = WIDE | {"max_position_embeddings": 512}
+# As Gemma 3 of 270 million parameters has them.
+WIDE_HEADS = SIZES | {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1}
 EXPERTS = {"num_experts": 40, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=20),
@@ -28,6 +40,16 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=3),
     "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
     "qwen2-moe": lambda: Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=96, mlp_only_layers=[1]),
+    "gemma2": lambda: Gemma2Config(
+        **SIZES, query_pre_attn_scalar=24, sliding_window=40, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **WIDE_HEADS,
+        query_pre_attn_scalar=300,
+        sliding_window=40,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default"}},
+    ),
     "qwen2": lambda: Qwen2Config(**SIZES, sliding_window=9, use_sliding_window=True, max_window_layers=1),
 }
 PASSES = [(16, 2, "none"), (7, 1, "none"), (16, 2, "int8"), (16, 3, "ordered")]
@@ -47,6 +69,8 @@ def models_of(config: ModelConfig, quantization: str = "none") -> tuple[Decoder,
     made = Decoder(config, torch.bfloat16), Decoder(config, torch.float32)
     for model in made:
         fill(model, 3)
+        for name, tensor in model.checkpoint_tensors().items():
+            tensor.sub_(float("norm" in name and config.norms_from_one))
         for layer in model.layers:
             if isinstance(layer.mlp, Experts):
                 layer.mlp.router.weight.mul_(8)

@@ -21,15 +21,23 @@ static inline struct seen seen_from(const struct layer *l, int64_t at, int64_t f
 
 static inline uint32_t ones_below(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }
 
+/* cap * tanh(x / cap) */
+static inline __m512 bounded(__m512 x, float cap) {
+    const __m512 one = _mm512_set1_ps(1.0f), e = exp16(_mm512_mul_ps(x, _mm512_set1_ps(2 / cap)));
+    return _mm512_mul_ps(_mm512_set1_ps(cap), _mm512_div_ps(_mm512_sub_ps(e, one), _mm512_add_ps(e, one)));
+}
+
 /* Scores of a row (two tiles' parts of 32) become weights relative to the best score so far, of which `seen` count;
    returns what older sums are worth now. */
-static float soften(const float *scores, struct seen keys, float scale, bf16 *weights, float *best, float *total) {
+static float soften(const struct model *m, const float *scores, struct seen keys, bf16 *weights, float *best,
+                    float *total) {
     __m512 score[4], mass = _mm512_setzero_ps(), high = _mm512_set1_ps(*best);
     for (int i = 0; i < 4; i++) {
         const __mmask16 seen = (__mmask16)(ones_below(keys.end - 16 * i) & ~ones_below(keys.begin - 16 * i));
         /* Scores of keys behind the last one seen were never computed. */
         score[i] = _mm512_maskz_loadu_ps(seen, scores + i / 2 * MOST_ROWS * 32 + i % 2 * 16);
-        score[i] = _mm512_mul_ps(score[i], _mm512_set1_ps(scale));
+        score[i] = _mm512_mul_ps(score[i], _mm512_set1_ps(m->attention_scale));
+        if (m->attention_softcap > 0) score[i] = bounded(score[i], m->attention_softcap);
         score[i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, score[i]);
         high = _mm512_max_ps(high, score[i]);
     }
@@ -56,7 +64,7 @@ static void attend_tile(const struct model *m, const struct layer *l, struct roo
                  &(struct panel_at){.open = (const uint32_t *)r->keys + half * 32 * dim / 2});
     for (int64_t n = 0; n < rows; n++) {
         const int64_t i = row + n;
-        keep[n] = soften(scores + n * 32, seen_from(l, at + i / share, first, count), 1.0f / sqrtf((float)dim),
+        keep[n] = soften(m, scores + n * 32, seen_from(l, at + i / share, first, count),
                          weights + n * KEYS, r->best + i, r->total + i);
     }
     for (int64_t i = 0; i < dim; i += 32) {
@@ -145,7 +153,7 @@ static void attend_few(const struct model *m, const struct layer *l, struct room
         for (int64_t n = 0; n < rows; n++) _mm512_storeu_ps(to + n * 32, dots16(r->q + n * dim, from[g].keys, dim));
     }
     for (int64_t n = 0; n < rows; n++)
-        keep[n] = soften(scores + n * 32, seen_from(l, at + n / share, now->first, count), 1.0f / sqrtf((float)dim),
+        keep[n] = soften(m, scores + n * 32, seen_from(l, at + n / share, now->first, count),
                          weights + n * KEYS, r->best + n, r->total + n);
     for (int64_t i = 0; i < dim; i += 32)
         switch (rows) {

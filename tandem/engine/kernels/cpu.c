@@ -17,23 +17,35 @@ enum { ROWS_A_PIECE = 4 };
 
 static inline int64_t row_width(const struct model *m) { return (m->heads + 2 * m->kv_heads) * m->head_dim; }
 
-static inline void norm_row(const bf16 *x, const bf16 *weight, bf16 *out, int64_t size, float eps) {
+/* out = (residual +) x normalized; without a weight x as it is. */
+static inline void norm_row(const struct model *m, const bf16 *x, const bf16 *weight, const bf16 *residual, bf16 *out,
+                            int64_t size) {
+    if (!weight) {
+        memcpy(out, x, size * sizeof *out);
+        return;
+    }
     __m512 sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < size; i += 16) sum = _mm512_fmadd_ps(load16(x + i), load16(x + i), sum);
-    __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(sum) / (float)size + eps));
-    for (int64_t i = 0; i < size; i += 16)
-        store16(out + i, _mm512_mul_ps(_mm512_mul_ps(load16(x + i), scale), load16(weight + i)));
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(sum) / (float)size + m->eps));
+    const __m512 from = _mm512_set1_ps(m->weights_from);
+    for (int64_t i = 0; i < size; i += 16) {
+        const __m512 normed = _mm512_mul_ps(load16(x + i), scale), w = _mm512_add_ps(load16(weight + i), from);
+        const __m512 product = _mm512_mul_ps(normed, w);
+        store16(out + i, residual ? _mm512_add_ps(load16(residual + i), product) : product);
+    }
 }
 
 /* `picked`: which rows of x, one after the other; all of them where it is null. */
-static void norm(struct thread *thread, const bf16 *x, const int64_t *picked, const bf16 *weight, bf16 *out,
-                 int64_t rows, int64_t size, float eps) {
+static void norm(struct thread *thread, const struct model *m, const bf16 *x, const int64_t *picked, const bf16 *weight,
+                 const bf16 *residual, bf16 *out, int64_t rows) {
+    const int64_t size = m->hidden;
     begin(thread, (rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE);
     bf16 *normed = thread->result;
     for (int64_t next, piece; (piece = take(thread, &next)) >= 0;) {
         const int64_t first = piece * ROWS_A_PIECE, left = rows - first, count = left < ROWS_A_PIECE ? left : ROWS_A_PIECE;
         for (int64_t n = 0; n < count; n++)
-            norm_row(x + (picked ? picked[first + n] : first + n) * size, weight, normed + n * size, size, eps);
+            norm_row(m, x + (picked ? picked[first + n] : first + n) * size, weight,
+                     residual ? residual + (first + n) * size : 0, normed + n * size, size);
         if (win(thread, piece)) memcpy(out + first * size, normed, count * size * sizeof *out), written(thread);
     }
 }
@@ -48,11 +60,11 @@ static void rotate(bf16 *x, const float *cos, const float *sin, int64_t half) {
 
 /* Norms (where there are weights) and rotates the q and k heads of one row, a copy (q | k | v). */
 static void turn_row(const struct model *m, const struct layer *l, const struct step *s, int64_t row, bf16 *x) {
-    const int64_t dim = m->head_dim, half = dim / 2;
+    const int64_t dim = m->head_dim, half = m->rotated / 2, at = (l->angles * s->rows + row) * half;
     for (int64_t head = 0; head < m->heads + m->kv_heads; head++, x += dim) {
         const bf16 *weight = head < m->heads ? l->q_norm : l->k_norm;
-        if (weight) norm_row(x, weight, x, dim, m->eps);
-        rotate(x, s->cos + row * half, s->sin + row * half, half);
+        if (weight) norm_row(m, x, weight, 0, x, dim);
+        if (l->angles >= 0) rotate(x, s->cos + at, s->sin + at, half);
     }
 }
 
@@ -107,29 +119,38 @@ static struct thread join_pass(struct pass *p) {
     return thread;
 }
 
-/* Computes the rotary angles of each row's position, for all layers. */
+/* Computes the rotary angles of each row's position, of all kinds. */
 static void angles(struct thread *thread, const struct model *m, const struct step *s) {
-    const int64_t half = m->head_dim / 2;
-    begin(thread, s->rows);
+    const int64_t half = m->rotated / 2;
+    begin(thread, m->angles * s->rows);
     float *cos = thread->result, *sin = cos + half;
-    for (int64_t next, row; (row = take(thread, &next)) >= 0;) {
+    for (int64_t next, at; (at = take(thread, &next)) >= 0;) {
+        const int64_t kind = at / s->rows;
         for (int64_t i = 0; i < half; i++) {
-            const float angle = (float)s->positions[row] * m->inverse[i];
-            cos[i] = cosf(angle), sin[i] = sinf(angle);
+            const float angle = (float)s->positions[at % s->rows] * m->inverse[kind * half + i];
+            cos[i] = cosf(angle) * m->factors[kind], sin[i] = sinf(angle) * m->factors[kind];
         }
-        if (!win(thread, row)) continue;
-        memcpy(s->cos + row * half, cos, half * sizeof *cos), memcpy(s->sin + row * half, sin, half * sizeof *sin);
+        if (!win(thread, at)) continue;
+        memcpy(s->cos + at * half, cos, half * sizeof *cos), memcpy(s->sin + at * half, sin, half * sizeof *sin);
         written(thread);
     }
 }
 
 /* Computes the layer until its k and v are in the cache. */
 static void first_half(struct thread *thread, const struct model *m, const struct layer *l, const struct step *s) {
-    norm(thread, s->x, 0, l->input_norm, s->normed, s->rows, m->hidden, m->eps);
+    norm(thread, m, s->x, 0, l->norms[0], 0, s->normed, s->rows);
     adapt(thread, s, l - m->layers, s->normed, &l->qkv, QKV_PARTS, 3);
     linear(thread, (struct linear){s->normed, &l->qkv, l->qkv_bias, 0, s->qkv, s->rows, PLAIN, s->adapters, s->added,
                                    {0}, 0});
     place(thread, m, l, s);
+}
+
+/* Adds a linear layer's outputs, normed where there is a weight `after`, to s->x; s->normed is room for them. */
+static void add_linear(struct thread *thread, const struct model *m, const struct step *s, bf16 *x,
+                       const struct weight *weight, const bf16 *bias, const bf16 *after) {
+    bf16 *out = after ? s->normed : s->x;
+    linear(thread, (struct linear){x, weight, bias, after ? 0 : s->x, out, s->rows, PLAIN, s->adapters, s->added, {0}, 0});
+    if (after) norm(thread, m, out, 0, after, s->x, s->x, s->rows);
 }
 
 /* `next`: the layer that follows, if any, whose KV is fetched during gate-up. */
@@ -141,19 +162,17 @@ static void second_half(struct thread *thread, const struct model *m, const stru
                              2 * m->kv_heads * m->block_size * kv_row(m)};
     attention(thread, m, l, s, r);
     adapt(thread, s, l - m->layers, s->attended, &l->o, O_PARTS, 1);
-    linear(thread, (struct linear){s->attended, &l->o, l->o_bias, s->x, s->x, s->rows, PLAIN, s->adapters, s->added,
-                                   {0}, 0});
-    norm(thread, s->x, 0, l->post_norm, s->normed, s->rows, m->hidden, m->eps);
+    add_linear(thread, m, s, s->attended, &l->o, l->o_bias, l->norms[1]);
+    norm(thread, m, s->x, 0, l->norms[2], 0, s->normed, s->rows);
     if (l->experts) {
         compute_experts(thread, m, l, s);
         return;
     }
     adapt(thread, s, l - m->layers, s->normed, &l->gate_up, GATE_UP_PARTS, 2);
-    linear(thread, (struct linear){s->normed, &l->gate_up, l->gate_up_bias, 0, s->inner, s->rows, SILU, s->adapters,
-                                   s->added, upcoming, 0});
+    linear(thread, (struct linear){s->normed, &l->gate_up, l->gate_up_bias, 0, s->inner, s->rows, m->activation,
+                                   s->adapters, s->added, upcoming, 0});
     adapt(thread, s, l - m->layers, s->inner, &l->down, DOWN_PARTS, 1);
-    linear(thread, (struct linear){s->inner, &l->down, l->down_bias, s->x, s->x, s->rows, PLAIN, s->adapters, s->added,
-                                   {0}, 0});
+    add_linear(thread, m, s, s->inner, &l->down, l->down_bias, l->norms[3]);
 }
 
 static void run_halves(void *data) {
@@ -174,7 +193,7 @@ static void run_head(void *data) {
     const struct model *m = p->model;
     const struct step *s = p->step;
     struct thread thread = join_pass(p);
-    norm(&thread, s->x, p->picked, m->norm, s->normed, s->rows, m->hidden, m->eps);
+    norm(&thread, m, s->x, p->picked, m->norm, 0, s->normed, s->rows);
     linear(&thread, (struct linear){s->normed, &m->head, 0, 0, p->logits, s->rows, WIDE, 0, 0, {0}, 0});
     leave_tiles();
 }
@@ -227,7 +246,7 @@ int64_t tandem_layers(const struct model *model, const struct step *step, int64_
     int64_t parts = 0;
     for (int64_t i = 0; i < step->seqs; i++) parts += num_parts(model, step, i);
     const int64_t panels = most(most(2 * model->intermediate, model->hidden), row_width(model)) / 32;
-    return run_pass(run_halves, &pass, most(most(most(panels, step->rows), parts), expert_pieces(model, step->rows)),
+    return run_pass(run_halves, &pass, most(most(most(panels, model->angles * step->rows), parts), expert_pieces(model, step->rows)),
                     threads);
 }
 

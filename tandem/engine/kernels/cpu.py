@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from itertools import accumulate, chain
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +25,7 @@ from tandem.engine.lora import PARTS, Adapter, LowRank, shapes_of
 from tandem.engine.models import Decoder, ModelConfig
 
 _MAX_THREADS, _TILE_PAIRS = 128, 16
+_ACTIVATIONS = {"": 2, "gelu_tanh": 3}  # `enum kind` of linear.h
 _MAX_HEAD_DIM = 256  # MAX_DIM of context.h
 # The fields of ModelConfig that the kernels support. If any other field is set, the model needs an unknown operation.
 _KNOWN = frozenset(
@@ -31,7 +33,8 @@ _KNOWN = frozenset(
         "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
         "head_dim", "rms_norm_eps", "rope", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings",
         "max_model_len", "eos_token_ids", "dtype", "quantized", "norm_names", "fused_qkv", "fused_gate_up",
-        "windows", "experts",
+        "windows", "experts", "norms_from_one", "activation", "embed_scale", "attention_scale", "attention_softcap",
+        "logits_softcap", "local_rope", "local_layers",
     }
 )  # fmt: skip
 
@@ -59,26 +62,27 @@ class CpuForward:
         self._embed = PackedWeight(library, model.embed)
         self._head = self._embed if model.lm_head is model.embed else PackedWeight(library, model.lm_head)
         model.embed = model.lm_head = model.norm.new_empty(0)
-        self._packed = [PackedLayer(library, *each) for each in zip(model.layers, kv_cache, strict=True)]
+        self._packed = [PackedLayer(library, model.config, *each) for each in zip(model.layers, kv_cache, strict=True)]
         self._layers = (Layer * len(self._packed))(*(layer.struct for layer in self._packed))
         config = model.config
-        experts, of_experts = config.experts, [weight for layer in self._packed for weight in layer.of_experts]
-        self._mixture = MixtureRoom(experts, config.hidden_size, max_tokens, model.norm) if experts else None
+        of_experts = [weight for layer in self._packed for weight in layer.of_experts]
+        per_token = config.experts.per_token if config.experts else 0
+        self._mixture = MixtureRoom(config, max_tokens, model.norm) if per_token else None
         weights = [weight for layer in self._packed for weight in layer.weights] + [self._head.struct]
         widest = max(weight.inputs for weight in (*weights, *of_experts))
-        self._opened = torch.empty(
-            _MAX_THREADS, (widest // 2 + _TILE_PAIRS) * PANEL_OUTPUTS, dtype=torch.int32
-        )  # its pages take memory only once used
-        groups, of_pairs = _groups(weights), _groups(of_experts) * (experts.per_token if experts else 0)
-        self._x_sums = torch.empty(max_tokens, max(groups, of_pairs))
-        self._struct = _struct(model, self._layers, self._head, kv_cache[0], self._opened, self._x_sums, self._mixture)
-        heads = config.num_heads * config.head_dim
-        widths = (config.hidden_size, config.hidden_size, heads + 2 * config.num_kv_heads * config.head_dim, heads)
-        self._angles = torch.empty(2, max_tokens, config.head_dim // 2)
+        # Its pages take memory only once used.
+        self._opened = torch.empty(_MAX_THREADS, (widest // 2 + _TILE_PAIRS) * PANEL_OUTPUTS, dtype=torch.int32)
+        self._x_sums = torch.empty(max_tokens, max(_groups(weights), _groups(of_experts) * per_token))
+        self._inverse = torch.stack((model.inverse, model.local_inverse))
+        self._struct = _struct(
+            config, kv_cache[0], layers=ctypes.addressof(self._layers), head=self._head.struct,
+            norm=model.norm.data_ptr(), opened=self._opened.data_ptr(), opened_size=self._opened.shape[1],
+            x_sums=self._x_sums.data_ptr(), mixture=self._mixture and ctypes.addressof(self._mixture.struct),
+            inverse=self._inverse.data_ptr(),
+        )  # fmt: skip
+        self._angles = torch.empty(2, 2 * max_tokens, self._inverse.shape[1])
         self._logits = torch.empty(0)
-        rows = max_tokens + TILE_ROWS - 1  # the last tile reads past the rows and drops their results
-        self._room = [model.norm.new_empty(rows, width) for width in widths]
-        self._room.append(model.norm.new_empty(inner_size(config, max_tokens)))
+        self._room = _room(config, max_tokens, model.norm)
         self._added = torch.empty(0)  # allocated when a step first has adapters
         self._tables: WeakKeyDictionary[Adapter, ctypes.Array[LoraPart]] = WeakKeyDictionary()
         self._room_at = [room.data_ptr() for room in (*self._room, *self._angles)]
@@ -89,12 +93,12 @@ class CpuForward:
         unknown = [f.name for f in fields(config) if f.name not in _KNOWN and getattr(config, f.name)]
         if unknown:
             return f"they do not know {', '.join(unknown)}"
-        if config.rope.attention_factor != 1:
-            return f"they do not know rope's attention_factor, {config.rope.attention_factor:g}"
-        if [bool(name) for name in config.norm_names] != [True, False, True, False]:
-            return f"they do not know norms at {', '.join(filter(None, config.norm_names))}"
+        if config.experts and config.norm_names[3]:
+            return "they do not know norms after experts"
         if (experts := config.experts) and (experts.groups > 1 or experts.has_correction or experts.has_wide_router):
             return "they do not know how experts are chosen"
+        if config.activation not in _ACTIVATIONS:
+            return f"they do not know the activation {config.activation}"
         heads, inner = config.num_heads + 2 * config.num_kv_heads, _inner_sizes(config)
         outputs = (heads * config.head_dim, config.hidden_size, config.vocab_size, *(2 * size for size in inner))
         if min(inner) < 2 * _TILE_PAIRS or math.gcd(*outputs, config.head_dim) % PANEL_OUTPUTS:
@@ -103,9 +107,11 @@ class CpuForward:
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
         ids = step.input_ids
-        if len(ids) > len(self._angles[0]):
-            raise ValueError(f"a step of {len(ids)} tokens, where there is room for {len(self._angles[0])}")
+        if len(ids) > len(self._x_sums):
+            raise ValueError(f"a step of {len(ids)} tokens, where there is room for {len(self._x_sums)}")
         self._library.tandem_unpack_rows(ctypes.byref(self._embed.struct), ids.data_ptr(), len(ids), self._room_at[0])
+        if self._model.embed_scale:
+            self._room[0][: len(ids)].mul_(self._model.embed_scale)
         starts, table_starts, tables = _joined(step)
         near = step.near
         near_slots, near_tables = (step.slots, tables) if near is None else (near.slots, _tables(near.tables))
@@ -132,7 +138,7 @@ class CpuForward:
         )  # fmt: skip
         if status:
             raise MemoryError("no memory for the logits of a step")
-        return out
+        return self._model.bounded(out)
 
     def normed(self, hidden: Tensor) -> Tensor:
         return self._model.normed(hidden)
@@ -182,16 +188,24 @@ class CpuForward:
             raise MemoryError("no memory for the attention of a step")
 
 
-def _struct(
-    model: Decoder, layers: ctypes.Array[Layer], head: PackedWeight, kv: Tensor, opened: Tensor, x_sums: Tensor,
-    mixture: MixtureRoom | None,
-) -> ModelStruct:  # fmt: skip
-    config = model.config
+def _room(config: ModelConfig, max_tokens: int, like: Tensor) -> list[Tensor]:
+    """Returns what `struct step` has from `x` to `inner`."""
+    heads, hidden = config.num_heads * config.head_dim, config.hidden_size
+    rows = max_tokens + TILE_ROWS - 1  # the last tile reads past the rows and drops their results
+    widths = (hidden, hidden, heads + 2 * config.num_kv_heads * config.head_dim, heads)
+    return [*(like.new_empty(rows, width) for width in widths), like.new_empty(inner_size(config, max_tokens))]
+
+
+def _struct(config: ModelConfig, kv: Tensor, **pointers: Any) -> ModelStruct:
+    ropes = (config.rope, config.local_rope or config.rope)
     return ModelStruct(
-        ctypes.addressof(layers), head.struct, model.norm.data_ptr(), opened.data_ptr(), opened.shape[1],
-        x_sums.data_ptr(), ctypes.addressof(mixture.struct) if mixture else None, model.inverse.data_ptr(),
-        config.hidden_size, config.num_heads, config.num_kv_heads,
-        config.head_dim, config.intermediate_size, kv.shape[3], kv.dtype == torch.int8, config.rms_norm_eps,
+        hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        intermediate=config.intermediate_size, block_size=kv.shape[3], kv_int8=kv.dtype == torch.int8,
+        angles=2 if config.local_rope else 1, rotated=config.head_dim,
+        factors=(ctypes.c_float * 2)(*(rope.attention_factor for rope in ropes)),
+        activation=_ACTIVATIONS[config.activation], eps=config.rms_norm_eps, weights_from=config.norms_from_one,
+        attention_scale=config.attention_scale or config.head_dim**-0.5, attention_softcap=config.attention_softcap,
+        **pointers,
     )  # fmt: skip
 
 

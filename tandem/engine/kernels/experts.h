@@ -175,11 +175,11 @@ static void compute_experts(struct thread *thread, const struct model *m, const 
     group(thread, x, rows);
     gather(thread, x, s, m->hidden);
     if (has_shared) {
-        linear(thread, (struct linear){s->normed, &l->gate_up, l->gate_up_bias, 0, s->inner, rows, SILU, 0, 0, {0}, 0});
+        linear(thread, (struct linear){s->normed, &l->gate_up, l->gate_up_bias, 0, s->inner, rows, m->activation, 0, 0, {0}, 0});
         linear(thread, (struct linear){s->inner, &l->down, l->down_bias, 0, s->normed, rows, PLAIN, 0, 0, {0}, 0});
     }
     experts_linear(thread, x, e->gate_up, rows,
-                   (struct linear){x->sorted, 0, e->gate_up_bias, 0, s->inner, pairs, SILU, 0, 0, {0}, 0});
+                   (struct linear){x->sorted, 0, e->gate_up_bias, 0, s->inner, pairs, m->activation, 0, 0, {0}, 0});
     experts_linear(thread, x, e->down, rows,
                    (struct linear){s->inner, 0, e->down_bias, 0, x->sorted, pairs, PLAIN, 0, 0, {0}, 0});
     combine(thread, x, s, m->hidden, has_shared ? s->normed : 0, e->router.outputs);

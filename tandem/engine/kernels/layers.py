@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tandem.engine.kernels.packed import PackedWeight
 from tandem.engine.kernels.structs import ExpertsStruct, Layer, Mixture, Weight
-from tandem.engine.models import Attention, DecoderLayer, Experts, ExpertsConfig, Linear, ModelConfig
+from tandem.engine.models import Attention, DecoderLayer, Experts, Linear, ModelConfig
 from tandem.engine.quantization import Fp8Weight
 
 PANEL_OUTPUTS, TILE_ROWS = 32, 32
@@ -19,7 +19,7 @@ PANEL_OUTPUTS, TILE_ROWS = 32, 32
 class PackedLayer:
     """A layer's packed weights; `struct` points to them, to the layer's other weights and to its `kv`."""
 
-    def __init__(self, library: ctypes.CDLL, layer: DecoderLayer, kv: Tensor) -> None:
+    def __init__(self, library: ctypes.CDLL, config: ModelConfig, layer: DecoderLayer, kv: Tensor) -> None:
         attention, mlp = layer.attention, layer.mlp
         assert isinstance(attention, Attention)
         self._experts = PackedExperts(library, mlp) if isinstance(mlp, Experts) else None
@@ -28,13 +28,13 @@ class PackedLayer:
         if dense is not None:
             self._packed += [pack(library, dense.gate_up, halves=True), pack(library, dense.down)]
         q_norm, k_norm = attention.norms or (None, None)
-        input_norm, _, post_norm, _ = layer.norms
         biases = (None, None) if dense is None else (dense.gate_up.bias, dense.down.bias)
-        self._vectors = (input_norm, attention.qkv.bias, q_norm, k_norm, attention.o.bias, post_norm, *biases)
+        self._vectors = (attention.qkv.bias, q_norm, k_norm, attention.o.bias, *biases)
         weights = [weight.struct for weight in self._packed] + [Weight()] * (4 - len(self._packed))
         experts = ctypes.addressof(self._experts.struct) if self._experts else None
-        window = attention.scope.window
-        self.struct = Layer(*weights, experts, *map(_pointer, self._vectors), window, kv.data_ptr())
+        norms, vectors = (ctypes.c_void_p * 4)(*map(_pointer, layer.norms)), map(_pointer, self._vectors)
+        angles, window = _angles(config, attention.layer), attention.scope.window
+        self.struct = Layer(*weights, experts, norms, *vectors, angles, window, kv.data_ptr())
 
     @property
     def weights(self) -> list[Weight]:
@@ -75,17 +75,18 @@ class PackedExperts:
 class MixtureRoom:
     """The facts that the experts of all layers have in common, and room for steps of at most `max_tokens` tokens."""
 
-    def __init__(self, config: ExpertsConfig, hidden: int, max_tokens: int, like: Tensor) -> None:
-        pairs = max_tokens * config.per_token
-        outputs = -(-(config.count + config.has_shared_gate) // PANEL_OUTPUTS) * PANEL_OUTPUTS
+    def __init__(self, config: ModelConfig, max_tokens: int, like: Tensor) -> None:
+        assert config.experts is not None
+        experts, pairs = config.experts, max_tokens * config.experts.per_token
+        outputs = -(-(experts.count + experts.has_shared_gate) // PANEL_OUTPUTS) * PANEL_OUTPUTS
         self._room = (
             torch.empty(max_tokens, outputs), torch.empty(pairs), torch.empty(pairs, dtype=torch.int32),
-            torch.empty(4 * pairs + 1, dtype=torch.int32), like.new_empty(pairs + TILE_ROWS - 1, hidden),
+            torch.empty(4 * pairs + 1, dtype=torch.int32), like.new_empty(pairs + TILE_ROWS - 1, config.hidden_size),
         )  # fmt: skip
-        is_of_chosen = config.is_normed or config.scoring == "chosen"
+        is_of_chosen = experts.is_normed or experts.scoring == "chosen"
         self.struct = Mixture(
-            config.count, config.per_token, config.inner, is_of_chosen, config.has_shared_gate,
-            *(room.data_ptr() for room in self._room), config.scale,
+            experts.count, experts.per_token, experts.inner, is_of_chosen, experts.has_shared_gate,
+            *(room.data_ptr() for room in self._room), experts.scale,
         )  # fmt: skip
 
 
@@ -102,6 +103,10 @@ def inner_size(config: ModelConfig, max_tokens: int) -> int:
     experts = config.experts
     dense = (max_tokens + TILE_ROWS - 1) * max(config.intermediate_size, experts.shared_inner if experts else 0)
     return max(dense, (max_tokens * experts.per_token + TILE_ROWS - 1) * experts.inner) if experts else dense
+
+
+def _angles(config: ModelConfig, layer: int) -> int:
+    return int(config.local_rope is not None and layer in config.local_layers)
 
 
 def _array(packed: list[PackedWeight]) -> ctypes.Array[Weight]:

@@ -7,8 +7,9 @@
 #include "model.h"
 #include "quantized.h"
 
-/* out = x weight^T (+ bias) (+ residual); WIDE: in float32; SILU: silu(gate) * up of outputs (gate | up) */
-enum kind { PLAIN, WIDE, SILU };
+/* out = x weight^T (+ bias) (+ residual); WIDE: in float32; SILU and what follows: activation(gate) * up of outputs
+   (gate | up) */
+enum kind { PLAIN, WIDE, SILU, GELU_TANH };
 
 /* KV blocks that the next attention will read, at kv + blocks[i] * bytes: fetched early, while linears compute. */
 struct upcoming { const char *kv; const int32_t *blocks; int64_t count, bytes; };
@@ -42,14 +43,22 @@ static inline void finish16(const struct linear *j, int64_t row, int64_t column,
     else store16(to, sum);
 }
 
-static inline void finish_silu(const struct linear *j, int64_t row, int64_t column, __m512 gate, __m512 up, bf16 *to) {
+/* An activation is gate / (1 + exp(-x)); returns x. */
+static inline __m512 steepness(enum kind kind, __m512 gate) {
+    if (kind == SILU) return gate;
+    const __m512 square = _mm512_mul_ps(gate, gate); /* 2 sqrt(2 / pi) (gate + 0.044715 gate^3) */
+    return _mm512_mul_ps(gate, _mm512_fmadd_ps(square, _mm512_set1_ps(0.0713548163f), _mm512_set1_ps(1.59576912f)));
+}
+
+static inline void finish_gated(const struct linear *j, int64_t row, int64_t column, __m512 gate, __m512 up, bf16 *to) {
     const int64_t size = j->weight->outputs / 2;
     gate = added16(j, row, column, gate), up = added16(j, row, size + column, up);
     if (j->bias) {
         gate = _mm512_add_ps(gate, load16(j->bias + column));
         up = _mm512_add_ps(up, load16(j->bias + size + column));
     }
-    __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
+    const __m512 x = steepness(j->kind, gate);
+    const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), x)));
     store16(to, _mm512_div_ps(_mm512_mul_ps(gate, up), below));
 }
 
@@ -130,7 +139,7 @@ static void open_quantized(const struct weight *w, int64_t panel, uint32_t *to, 
 }
 
 /* Bytes of a row of a panel's results. */
-static inline int64_t result_row(const struct linear *j) { return j->kind == SILU ? 32 : j->kind == WIDE ? 128 : 64; }
+static inline int64_t result_row(const struct linear *j) { return j->kind >= SILU ? 32 : j->kind == WIDE ? 128 : 64; }
 
 /* `to`: room for all rows of the panel. */
 static void finish_rows(const struct linear *j, int64_t panel, int64_t row, int64_t rows, const float *sums, char *to) {
@@ -138,7 +147,7 @@ static void finish_rows(const struct linear *j, int64_t panel, int64_t row, int6
     to += row * bytes;
     for (int64_t m = 0; m < rows; m++, to += bytes) {
         const __m512 a = _mm512_loadu_ps(sums + m * 32), b = _mm512_loadu_ps(sums + m * 32 + 16);
-        if (j->kind == SILU) finish_silu(j, row + m, panel * 16, a, b, (bf16 *)to);
+        if (j->kind >= SILU) finish_gated(j, row + m, panel * 16, a, b, (bf16 *)to);
         else finish16(j, row + m, panel * 32, a, to), finish16(j, row + m, panel * 32 + 16, b, to + bytes / 2);
     }
 }
@@ -255,7 +264,7 @@ static void linear(struct thread *thread, struct linear job) {
     const int64_t bytes = w->inputs * sizeof *job.x, rows = job.rows;
     const int64_t fit = L2_BYTES / bytes / MOST_ROWS * MOST_ROWS;
     const int64_t most = !has_amx ? rows : fit < LEAST_ROWS ? LEAST_ROWS : fit;
-    const int64_t out_bytes = w->outputs * (job.kind == SILU ? 1 : job.kind == WIDE ? 4 : 2);
+    const int64_t out_bytes = w->outputs * (job.kind >= SILU ? 1 : job.kind == WIDE ? 4 : 2);
     if (w->order) reorder(thread, job.x, rows, w);
     for (int64_t row = 0; row < rows; row += most) {
         struct linear part = job;

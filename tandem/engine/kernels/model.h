@@ -26,7 +26,9 @@ struct mixture {
 struct layer {
     struct weight qkv, o, gate_up, down;
     const struct experts *experts;
-    const bf16 *input_norm, *qkv_bias, *q_norm, *k_norm, *o_bias, *post_norm, *gate_up_bias, *down_bias;
+    const bf16 *norms[4]; /* before and after attention, before and after the MLP; null: there is none */
+    const bf16 *qkv_bias, *q_norm, *k_norm, *o_bias, *gate_up_bias, *down_bias;
+    int64_t angles; /* which of the model's; -1: nothing is rotated */
     int64_t window; /* how many tokens a token sees, itself included; 0: all before it */
     char *kv; /* (blocks, 2, kv_heads, block_size, row): see kv_row */
 };
@@ -39,10 +41,17 @@ struct model {
     int64_t opened_size;
     float *x_sums;
     const struct mixture *mixture;
-    const float *inverse; /* radians per position, (head_dim / 2,) */
+    const float *inverse; /* radians per position, (angles, rotated / 2) */
+    int64_t angles;       /* how many kinds: 1, or 2 if some layers have their own */
+    int64_t rotated;      /* how many of a head's numbers are rotated */
     int64_t hidden, heads, kv_heads, head_dim, intermediate, block_size;
     int64_t kv_int8; /* KV is in int8, as kv_cache.py has it */
+    int64_t activation; /* SILU or what follows it */
     float eps;
+    float weights_from;      /* what is added to the weights of norms: 0 or 1 */
+    float attention_scale;   /* the factor of scores */
+    float attention_softcap; /* scores stay below; 0: there is no bound */
+    float factors[2];        /* of each kind's cosines and sines */
 };
 
 /* A part of a linear layer's outputs: down (rank, inputs), up (rank, outputs); rank 0 adds nothing. */
@@ -54,7 +63,7 @@ struct lora_part { const bf16 *down, *up; int64_t rank, outputs; };
    for each layer, or null, and `added` is room for what they add. */
 struct step {
     bf16 *x, *normed, *qkv, *attended, *inner;
-    float *cos, *sin; /* (rows, head_dim / 2): room, too */
+    float *cos, *sin; /* (kinds of angles, rows, rotated / 2): room, too */
     const int64_t *positions, *slots, *starts, *lengths, *table_starts;
     const int32_t *tables;
     const int64_t *near_slots; /* slots and tables of layers with a window */

@@ -56,9 +56,9 @@ class Layer(ctypes.Structure):
     _fields_ = [
         *((name, Weight) for name in ("qkv", "o", "gate_up", "down")),
         ("experts", _POINTER),
-        *((name, _POINTER) for name in ("input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "post_norm")),
-        *((name, _POINTER) for name in ("gate_up_bias", "down_bias")),
-        ("window", _INT),
+        ("norms", _POINTER * 4),
+        *((name, _POINTER) for name in ("qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias")),
+        *((name, _INT) for name in ("angles", "window")),
         ("kv", _POINTER),
     ]
 
@@ -75,9 +75,11 @@ class ModelStruct(ctypes.Structure):
         ("x_sums", _POINTER),
         ("mixture", _POINTER),
         ("inverse", _POINTER),
+        *((name, _INT) for name in ("angles", "rotated")),
         *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "block_size")),
-        ("kv_int8", _INT),
-        ("eps", ctypes.c_float),
+        *((name, _INT) for name in ("kv_int8", "activation")),
+        *((name, ctypes.c_float) for name in ("eps", "weights_from", "attention_scale", "attention_softcap")),
+        ("factors", ctypes.c_float * 2),
     ]
 
 

@@ -71,10 +71,10 @@ class Decoder:
         self.config, self._norm = config, norm_of(config)
         rotated = config.latent.turned if config.latent else config.rotary_dim or config.head_dim
         self.inverse = inverse_frequencies(config.rope, rotated).to(device)
-        self._local_inverse = inverse_frequencies(config.local_rope or config.rope, rotated).to(device)
+        self.local_inverse = inverse_frequencies(config.local_rope or config.rope, rotated).to(device)
         self.embed: Tensor | QuantizedWeight = place.new_empty(config.vocab_size, config.hidden_size)
         # Rounded to the dtype of the embeddings that it scales.
-        self._embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
+        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
         self.layers = [DecoderLayer(config, layer, place) for layer in range(config.num_layers)]
         self.norm = place.new_empty(config.hidden_size)
         self.lm_head: Tensor | QuantizedWeight = self.embed
@@ -102,7 +102,7 @@ class Decoder:
         config = self.config
         found = local = cos_sin(self.inverse, positions, dtype, config.rope.attention_factor)
         if config.local_rope is not None:
-            local = cos_sin(self._local_inverse, positions, dtype, config.local_rope.attention_factor)
+            local = cos_sin(self.local_inverse, positions, dtype, config.local_rope.attention_factor)
         return [
             None if layer in config.layers_without_rope else local if layer in config.local_layers else found
             for layer in range(config.num_layers)
@@ -128,16 +128,19 @@ class Decoder:
             x = self.embed.rows(input_ids, self.norm.dtype)
         else:
             x = F.embedding(input_ids, self.embed)
-        return x * self._embed_scale if self._embed_scale else x
+        return x * self.embed_scale if self.embed_scale else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits (rows, vocab_size) float32 of hidden states (rows, hidden_size)."""
         normed = self.normed(hidden)
-        found = linear(normed, dense(self.lm_head, normed.dtype)).float()
+        return self.bounded(linear(normed, dense(self.lm_head, normed.dtype)).float())
+
+    def bounded(self, logits: Tensor) -> Tensor:
+        """Returns the head's float32 outputs as the family divides and bounds them."""
         if self.config.logits_divisor:
-            found = found / self.config.logits_divisor
+            logits = logits / self.config.logits_divisor
         cap = self.config.logits_softcap
-        return (found / cap).tanh() * cap if cap else found
+        return (logits / cap).tanh() * cap if cap else logits
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Applies the last norm, which the head expects, to hidden states."""
