@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -27,8 +28,9 @@ from tandem.engine.forward.forward import StepInput, TorchForward
 from tandem.engine.kernels import CpuForward
 from tandem.engine.kv.kv_cache import row_size
 from tandem.engine.models import Decoder, Experts, ModelConfig, read_model_config
+from tandem.engine.quantization.mxfp4 import Mxfp4
 from tests.engine.test_kernels import STEPS, WIDE, Sizes, fill, quantize_model, steps
-from tests.engine.tiny import LINEAR_ROPE
+from tests.engine.tiny import LINEAR_ROPE, YARN
 
 SIZES = WIDE | {"max_position_embeddings": 512}
 # As Gemma 3 of 270 million parameters has them.
@@ -40,6 +42,13 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=3),
     "qwen3-moe": lambda: Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
     "qwen2-moe": lambda: Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=96, mlp_only_layers=[1]),
+    "gpt-oss": lambda: GptOssConfig(
+        **SIZES | {"intermediate_size": 96},
+        num_local_experts=9,
+        num_experts_per_tok=4,
+        sliding_window=40,
+        rope_parameters=YARN | {"truncate": False},
+    ),
     "gemma2": lambda: Gemma2Config(
         **SIZES, query_pre_attn_scalar=24, sliding_window=40, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
     ),
@@ -74,9 +83,21 @@ def models_of(config: ModelConfig, quantization: str = "none") -> tuple[Decoder,
         for layer in model.layers:
             if isinstance(layer.mlp, Experts):
                 layer.mlp.router.weight.mul_(8)
-        if quantization != "none":
+        if quantization == "mxfp4":
+            pack_experts(model)
+        elif quantization != "none":
             quantize_model(model, quantization)
     return made
+
+
+def pack_experts(model: Decoder) -> None:
+    """Numbers as checkpoints of gpt-oss have them, for each expert."""
+    chance = torch.Generator().manual_seed(1)
+    for linear in (part for layer in model.layers for part in layer.mlp.linears()):
+        outputs, inputs = linear.weight.shape
+        blocks = torch.randint(0, 256, (outputs, inputs // 32, 16), dtype=torch.uint8, generator=chance)
+        scales = torch.randint(119, 122, blocks.shape[:2], dtype=torch.uint8, generator=chance)
+        linear.weight = Mxfp4().read({"blocks": blocks, "scales": scales}, outputs, inputs)
 
 
 def cache_of(config: ModelConfig, block_size: int, dtype: torch.dtype) -> list[Tensor]:
@@ -109,8 +130,10 @@ def without_hidden(step: StepInput, config: ModelConfig, block_size: int) -> Ste
     return replace(step, tables=tables)
 
 
-@pytest.mark.parametrize(("block_size", "threads", "quantization"), PASSES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "block_size", "threads", "quantization"),
+    [*((family, *given) for family in FAMILIES for given in PASSES), ("gpt-oss", 16, 2, "mxfp4")],
+)
 def test_a_family_is_computed_as_torch_does(
     library: ctypes.CDLL, family: str, block_size: int, threads: int, quantization: str, tmp_path: Path
 ) -> None:

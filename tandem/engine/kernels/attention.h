@@ -208,7 +208,10 @@ static void attend(const struct model *m, const struct layer *l, const struct st
     for (int64_t token = p->begin; token < p->end; token++)
         memcpy(r->q + (token - p->begin) * width, s->qkv + token * (m->heads + 2 * m->kv_heads) * dim + p->head * width,
                width * sizeof *r->q);
-    for (int64_t row = 0; row < rows; row++) r->best[row] = -INFINITY, r->total[row] = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        r->best[row] = l->sinks ? wide(l->sinks[p->head * share + row % share]) : -INFINITY;
+        r->total[row] = l->sinks ? 1 : 0;
+    }
     memset(r->out, 0, rows * dim * sizeof *r->out);
     for (int64_t first = first_key(m, l, s, p), end; first < keys; first = end) {
         struct span now = keys_of(s, p, first), then = {0};

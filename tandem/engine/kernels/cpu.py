@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from tandem.engine.forward import StepInput, Taps
-from tandem.engine.kernels.layers import PANEL_OUTPUTS, TILE_ROWS, MixtureRoom, PackedLayer, inner_size
+from tandem.engine.kernels.layers import CLAMPED, PANEL_OUTPUTS, TILE_ROWS, MixtureRoom, PackedLayer, inner_size
 from tandem.engine.kernels.packed import PackedWeight
 from tandem.engine.kernels.structs import Layer, LoraPart, ModelStruct, Step, Weight
 from tandem.engine.lora import PARTS, Adapter, LowRank, shapes_of
 from tandem.engine.models import Decoder, ModelConfig
 
 _MAX_THREADS, _TILE_PAIRS = 128, 16
-_ACTIVATIONS = {"": 2, "gelu_tanh": 3}  # `enum kind` of linear.h
+_ACTIVATIONS = {"": 2, "gelu_tanh": 3, CLAMPED: 4}  # `enum kind` of linear.h
 _MAX_HEAD_DIM = 256  # MAX_DIM of context.h
 # The fields of ModelConfig that the kernels support. If any other field is set, the model needs an unknown operation.
 _KNOWN = frozenset(
@@ -34,7 +34,7 @@ _KNOWN = frozenset(
         "head_dim", "rms_norm_eps", "rope", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "tie_word_embeddings",
         "max_model_len", "eos_token_ids", "dtype", "quantized", "norm_names", "fused_qkv", "fused_gate_up",
         "windows", "experts", "norms_from_one", "activation", "embed_scale", "attention_scale", "attention_softcap",
-        "logits_softcap", "local_rope", "local_layers",
+        "logits_softcap", "local_rope", "local_layers", "attention_sinks",
     }
 )  # fmt: skip
 
@@ -97,8 +97,6 @@ class CpuForward:
             return "they do not know norms after experts"
         if (experts := config.experts) and (experts.groups > 1 or experts.has_correction or experts.has_wide_router):
             return "they do not know how experts are chosen"
-        if config.activation not in _ACTIVATIONS:
-            return f"they do not know the activation {config.activation}"
         heads, inner = config.num_heads + 2 * config.num_kv_heads, _inner_sizes(config)
         outputs = (heads * config.head_dim, config.hidden_size, config.vocab_size, *(2 * size for size in inner))
         if min(inner) < 2 * _TILE_PAIRS or math.gcd(*outputs, config.head_dim) % PANEL_OUTPUTS:

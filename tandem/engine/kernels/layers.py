@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -11,25 +12,26 @@ from torch import Tensor
 from tandem.engine.kernels.packed import PackedWeight
 from tandem.engine.kernels.structs import ExpertsStruct, Layer, Mixture, Weight
 from tandem.engine.models import Attention, DecoderLayer, Experts, Linear, ModelConfig
-from tandem.engine.quantization import Fp8Weight
+from tandem.engine.quantization import Fp8Weight, QuantizedWeight
 
 PANEL_OUTPUTS, TILE_ROWS = 32, 32
+CLAMPED = "clamped_swiglu"  # the activation whose gates and ups alternate
 
 
 class PackedLayer:
     """A layer's packed weights; `struct` points to them, to the layer's other weights and to its `kv`."""
 
     def __init__(self, library: ctypes.CDLL, config: ModelConfig, layer: DecoderLayer, kv: Tensor) -> None:
-        attention, mlp = layer.attention, layer.mlp
+        attention, mlp, is_mixed = layer.attention, layer.mlp, config.activation == CLAMPED
         assert isinstance(attention, Attention)
-        self._experts = PackedExperts(library, mlp) if isinstance(mlp, Experts) else None
+        self._experts = PackedExperts(library, mlp, is_mixed) if isinstance(mlp, Experts) else None
         dense = mlp.shared if isinstance(mlp, Experts) else mlp
         self._packed = [pack(library, linear) for linear in attention.linears()]
         if dense is not None:
-            self._packed += [pack(library, dense.gate_up, halves=True), pack(library, dense.down)]
+            self._packed += [pack_gate_up(library, dense.gate_up, is_mixed), pack(library, dense.down)]
         q_norm, k_norm = attention.norms or (None, None)
-        biases = (None, None) if dense is None else (dense.gate_up.bias, dense.down.bias)
-        self._vectors = (attention.qkv.bias, q_norm, k_norm, attention.o.bias, *biases)
+        biases = (None, None) if dense is None else (_bias(dense.gate_up, is_mixed), dense.down.bias)
+        self._vectors = (attention.qkv.bias, q_norm, k_norm, attention.o.bias, *biases, attention.scope.sinks)
         weights = [weight.struct for weight in self._packed] + [Weight()] * (4 - len(self._packed))
         experts = ctypes.addressof(self._experts.struct) if self._experts else None
         norms, vectors = (ctypes.c_void_p * 4)(*map(_pointer, layer.norms)), map(_pointer, self._vectors)
@@ -50,18 +52,18 @@ class PackedLayer:
 class PackedExperts:
     """The packed weights of a layer's experts and of their router."""
 
-    def __init__(self, library: ctypes.CDLL, experts: Experts) -> None:
+    def __init__(self, library: ctypes.CDLL, experts: Experts, is_mixed: bool) -> None:
         router, gate = experts.router, experts.shared_gate
         rows = router.weight if gate is None else torch.cat((router.weight, gate))
         missing = -len(rows) % PANEL_OUTPUTS
         self._router = PackedWeight(library, F.pad(rows, (0, 0, 0, missing)))
-        self._gate_up = [pack(library, expert.gate_up, halves=True) for expert in experts.experts]
+        self._gate_up = [pack_gate_up(library, expert.gate_up, is_mixed) for expert in experts.experts]
         self._down = [pack(library, expert.down) for expert in experts.experts]
         self._arrays = [_array(packed) for packed in (self._gate_up, self._down)]
         self._biases = (
             None if router.bias is None else F.pad(router.bias, (0, missing)),
-            _stacked([expert.gate_up for expert in experts.experts]),
-            _stacked([expert.down for expert in experts.experts]),
+            _stacked([_bias(expert.gate_up, is_mixed) for expert in experts.experts]),
+            _stacked([expert.down.bias for expert in experts.experts]),
         )
         self.struct = ExpertsStruct(
             self._router.struct, *map(ctypes.addressof, self._arrays), *map(_pointer, self._biases)
@@ -98,6 +100,19 @@ def pack(library: ctypes.CDLL, linear: Linear, halves: bool = False) -> PackedWe
     return packed
 
 
+def pack_gate_up(library: ctypes.CDLL, gate_up: Linear, is_mixed: bool) -> PackedWeight:
+    """Packs the weight of gates and ups. `is_mixed`: they alternate."""
+    weight = gate_up.weight
+    if is_mixed:
+        order = _apart(weight.shape[0])
+        if isinstance(weight, QuantizedWeight):
+            codes, scales, offsets = (part[order] for part in (weight.codes, weight.scales, weight.offsets))
+            gate_up.weight = replace(weight, codes=codes, scales=scales, offsets=offsets)
+        elif isinstance(weight, Tensor):
+            gate_up.weight = weight[order]
+    return pack(library, gate_up, halves=True)
+
+
 def inner_size(config: ModelConfig, max_tokens: int) -> int:
     """Returns the most numbers between gate-up and down that a step of `max_tokens` tokens has at once."""
     experts = config.experts
@@ -113,9 +128,19 @@ def _array(packed: list[PackedWeight]) -> ctypes.Array[Weight]:
     return (Weight * len(packed))(*(weight.struct for weight in packed))
 
 
-def _stacked(linears: list[Linear]) -> Tensor | None:
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    return torch.stack(biases) if biases else None
+def _stacked(biases: list[Tensor | None]) -> Tensor | None:
+    found = [bias for bias in biases if bias is not None]
+    return torch.stack(found) if found else None
+
+
+def _bias(gate_up: Linear, is_mixed: bool) -> Tensor | None:
+    bias = gate_up.bias
+    return bias if bias is None or not is_mixed else bias[_apart(len(bias))]
+
+
+def _apart(outputs: int) -> Tensor:
+    """Returns which of alternating gates and ups are gates, then which are ups."""
+    return torch.arange(outputs).view(-1, 2).T.flatten()
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -9,7 +9,7 @@
 
 /* out = x weight^T (+ bias) (+ residual); WIDE: in float32; SILU and what follows: activation(gate) * up of outputs
    (gate | up) */
-enum kind { PLAIN, WIDE, SILU, GELU_TANH };
+enum kind { PLAIN, WIDE, SILU, GELU_TANH, CLAMPED };
 
 /* KV blocks that the next attention will read, at kv + blocks[i] * bytes: fetched early, while linears compute. */
 struct upcoming { const char *kv; const int32_t *blocks; int64_t count, bytes; };
@@ -46,6 +46,7 @@ static inline void finish16(const struct linear *j, int64_t row, int64_t column,
 /* An activation is gate / (1 + exp(-x)); returns x. */
 static inline __m512 steepness(enum kind kind, __m512 gate) {
     if (kind == SILU) return gate;
+    if (kind == CLAMPED) return _mm512_mul_ps(gate, _mm512_set1_ps(1.702f));
     const __m512 square = _mm512_mul_ps(gate, gate); /* 2 sqrt(2 / pi) (gate + 0.044715 gate^3) */
     return _mm512_mul_ps(gate, _mm512_fmadd_ps(square, _mm512_set1_ps(0.0713548163f), _mm512_set1_ps(1.59576912f)));
 }
@@ -56,6 +57,11 @@ static inline void finish_gated(const struct linear *j, int64_t row, int64_t col
     if (j->bias) {
         gate = _mm512_add_ps(gate, load16(j->bias + column));
         up = _mm512_add_ps(up, load16(j->bias + size + column));
+    }
+    if (j->kind == CLAMPED) {
+        const __m512 bound = _mm512_set1_ps(7.0f), least = _mm512_set1_ps(-7.0f);
+        gate = _mm512_min_ps(gate, bound);
+        up = _mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_max_ps(_mm512_min_ps(up, bound), least));
     }
     const __m512 x = steepness(j->kind, gate);
     const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), x)));

@@ -28,6 +28,7 @@ struct layer {
     const struct experts *experts;
     const bf16 *norms[4]; /* before and after attention, before and after the MLP; null: there is none */
     const bf16 *qkv_bias, *q_norm, *k_norm, *o_bias, *gate_up_bias, *down_bias;
+    const bf16 *sinks; /* scores, of each head, of a key that has no value; or null */
     int64_t angles; /* which of the model's; -1: nothing is rotated */
     int64_t window; /* how many tokens a token sees, itself included; 0: all before it */
     char *kv; /* (blocks, 2, kv_heads, block_size, row): see kv_row */

@@ -57,7 +57,10 @@ class Layer(ctypes.Structure):
         *((name, Weight) for name in ("qkv", "o", "gate_up", "down")),
         ("experts", _POINTER),
         ("norms", _POINTER * 4),
-        *((name, _POINTER) for name in ("qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias")),
+        *(
+            (name, _POINTER)
+            for name in ("qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias", "sinks")
+        ),
         *((name, _INT) for name in ("angles", "window")),
         ("kv", _POINTER),
     ]
