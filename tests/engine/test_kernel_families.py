@@ -15,13 +15,18 @@ from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4Config,
     GptOssConfig,
+    GraniteConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from tandem.engine.forward.forward import StepInput, TorchForward
@@ -35,6 +40,11 @@ from tests.engine.tiny import LINEAR_ROPE, YARN
 SIZES = WIDE | {"max_position_embeddings": 512}
 # As Gemma 3 of 270 million parameters has them.
 WIDE_HEADS = SIZES | {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1}
+TWO_HEADS = {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 64}
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1 + 0.1 * i for i in range(16)],
+    "long_factor": [1 + 0.2 * i for i in range(16)], "partial_rotary_factor": 0.5, "factor": 4.0,
+}  # fmt: skip
 EXPERTS = {"num_experts": 40, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=20),
@@ -49,6 +59,13 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         sliding_window=40,
         rope_parameters=YARN | {"truncate": False},
     ),
+    "granite": lambda: GraniteConfig(
+        **SIZES, embedding_multiplier=12.0, attention_multiplier=0.2, residual_multiplier=0.22, logits_scaling=0.5
+    ),
+    "olmo2": lambda: Olmo2Config(**SIZES),
+    "smollm3": lambda: SmolLM3Config(**SIZES, no_rope_layer_interval=2),
+    "glm4": lambda: Glm4Config(**SIZES | {"head_dim": 64}),
+    "phi4-mini": lambda: Phi3Config(**SIZES | TWO_HEADS, rope_parameters=LONG_ROPE),
     "gemma2": lambda: Gemma2Config(
         **SIZES, query_pre_attn_scalar=24, sliding_window=40, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
     ),

@@ -365,7 +365,7 @@ from tandem.engine.kernels import load_library
 library = load_library(pathlib.Path(sys.argv[1]), flags=sys.argv[3:])
 """
 AS_THEY_ARE = """
-from tests.engine import test_kernels, test_sampler
+from tests.engine import test_kernel_families, test_kernels, test_sampler
 for number, sizes in enumerate(test_kernels.SHAPES[3:6:2]):
     folder = pathlib.Path(sys.argv[2], str(number))
     folder.mkdir()
@@ -373,6 +373,10 @@ for number, sizes in enumerate(test_kernels.SHAPES[3:6:2]):
 folder = pathlib.Path(sys.argv[2], "quantized")
 folder.mkdir()
 test_kernels.test_a_pass_computes_what_torch_does(library, test_kernels.SHAPES[0], 2, "ordered", 8, folder)
+for family, quantization in (("qwen2-moe", "ordered"), ("gpt-oss", "mxfp4"), ("gemma3", "none"), ("glm4", "none")):
+    folder = pathlib.Path(sys.argv[2], family)
+    folder.mkdir()
+    test_kernel_families.test_a_family_is_computed_as_torch_does(library, family, 7, 2, quantization, folder)
 test_kernels.test_a_packed_weight_is_what_it_was(library, True)
 test_kernels.test_a_quantized_weight_is_read_as_torch_reads_it(library, "int8", 96, True)
 test_kernels.test_scales_and_offsets_stay_what_the_checkpoint_says(library, test_kernels.SCALE_TYPES[1], 4)

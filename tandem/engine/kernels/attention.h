@@ -11,7 +11,7 @@
 
 enum { TOKENS = 64, FEW = 4 }; /* TOKENS: the tokens of a piece of work */
 
-/* Which of `count` keys from `first` on a row of position `at` sees: from `begin`, which may lie before them, to `end`. */
+/* Which of `count` keys from `first` on a row of position `at` sees: `begin`, which may lie before them, to `end`. */
 struct seen { int64_t begin, end; };
 
 static inline struct seen seen_from(const struct layer *l, int64_t at, int64_t first, int64_t count) {

@@ -27,11 +27,11 @@ static inline void norm_row(const struct model *m, const bf16 *x, const bf16 *we
     __m512 sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < size; i += 16) sum = _mm512_fmadd_ps(load16(x + i), load16(x + i), sum);
     const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(sum) / (float)size + m->eps));
-    const __m512 from = _mm512_set1_ps(m->weights_from);
+    const __m512 from = _mm512_set1_ps(m->weights_from), added = _mm512_set1_ps(m->residual_scale);
     for (int64_t i = 0; i < size; i += 16) {
         const __m512 normed = _mm512_mul_ps(load16(x + i), scale), w = _mm512_add_ps(load16(weight + i), from);
         const __m512 product = _mm512_mul_ps(normed, w);
-        store16(out + i, residual ? _mm512_add_ps(load16(residual + i), product) : product);
+        store16(out + i, residual ? _mm512_fmadd_ps(product, added, load16(residual + i)) : product);
     }
 }
 
@@ -42,7 +42,8 @@ static void norm(struct thread *thread, const struct model *m, const bf16 *x, co
     begin(thread, (rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE);
     bf16 *normed = thread->result;
     for (int64_t next, piece; (piece = take(thread, &next)) >= 0;) {
-        const int64_t first = piece * ROWS_A_PIECE, left = rows - first, count = left < ROWS_A_PIECE ? left : ROWS_A_PIECE;
+        const int64_t first = piece * ROWS_A_PIECE, left = rows - first;
+        const int64_t count = left < ROWS_A_PIECE ? left : ROWS_A_PIECE;
         for (int64_t n = 0; n < count; n++)
             norm_row(m, x + (picked ? picked[first + n] : first + n) * size, weight,
                      residual ? residual + (first + n) * size : 0, normed + n * size, size);
@@ -58,13 +59,30 @@ static void rotate(bf16 *x, const float *cos, const float *sin, int64_t half) {
     }
 }
 
+/* The same of pairs that lie side by side. */
+static void rotate_pairs(bf16 *x, const float *cos, const float *sin, int64_t half) {
+    for (int64_t i = 0; i < half; i += 16) {
+        const __m512i pairs = _mm512_loadu_si512(x + 2 * i);
+        const __m512 a = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)), c = _mm512_loadu_ps(cos + i);
+        const __m512 b = _mm512_castsi512_ps(_mm512_maskz_mov_epi16(0xaaaaaaaa, pairs)), s = _mm512_loadu_ps(sin + i);
+        const __m256i first = (__m256i)_mm512_cvtneps_pbh(_mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+        const __m256i second = (__m256i)_mm512_cvtneps_pbh(_mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+        _mm512_storeu_si512(x + 2 * i, _mm512_or_si512(_mm512_cvtepu16_epi32(first),
+                                                       _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16)));
+    }
+}
+
 /* Norms (where there are weights) and rotates the q and k heads of one row, a copy (q | k | v). */
 static void turn_row(const struct model *m, const struct layer *l, const struct step *s, int64_t row, bf16 *x) {
     const int64_t dim = m->head_dim, half = m->rotated / 2, at = (l->angles * s->rows + row) * half;
+    if (m->norms_all) {
+        norm_row(m, x, l->q_norm, 0, x, m->heads * dim);
+        norm_row(m, x + m->heads * dim, l->k_norm, 0, x + m->heads * dim, m->kv_heads * dim);
+    }
     for (int64_t head = 0; head < m->heads + m->kv_heads; head++, x += dim) {
         const bf16 *weight = head < m->heads ? l->q_norm : l->k_norm;
-        if (weight) norm_row(m, x, weight, 0, x, dim);
-        if (l->angles >= 0) rotate(x, s->cos + at, s->sin + at, half);
+        if (weight && !m->norms_all) norm_row(m, x, weight, 0, x, dim);
+        if (l->angles >= 0) (m->interleaved ? rotate_pairs : rotate)(x, s->cos + at, s->sin + at, half);
     }
 }
 
@@ -140,8 +158,8 @@ static void angles(struct thread *thread, const struct model *m, const struct st
 static void first_half(struct thread *thread, const struct model *m, const struct layer *l, const struct step *s) {
     norm(thread, m, s->x, 0, l->norms[0], 0, s->normed, s->rows);
     adapt(thread, s, l - m->layers, s->normed, &l->qkv, QKV_PARTS, 3);
-    linear(thread, (struct linear){s->normed, &l->qkv, l->qkv_bias, 0, s->qkv, s->rows, PLAIN, s->adapters, s->added,
-                                   {0}, 0});
+    linear(thread, (struct linear){.x = s->normed, .weight = &l->qkv, .bias = l->qkv_bias, .out = s->qkv,
+                                   .rows = s->rows, .adapters = s->adapters, .added = s->added});
     place(thread, m, l, s);
 }
 
@@ -149,7 +167,9 @@ static void first_half(struct thread *thread, const struct model *m, const struc
 static void add_linear(struct thread *thread, const struct model *m, const struct step *s, bf16 *x,
                        const struct weight *weight, const bf16 *bias, const bf16 *after) {
     bf16 *out = after ? s->normed : s->x;
-    linear(thread, (struct linear){x, weight, bias, after ? 0 : s->x, out, s->rows, PLAIN, s->adapters, s->added, {0}, 0});
+    linear(thread, (struct linear){.x = x, .weight = weight, .bias = bias, .residual = after ? 0 : s->x, .out = out,
+                                   .rows = s->rows, .adapters = s->adapters, .added = s->added,
+                                   .scale = m->residual_scale});
     if (after) norm(thread, m, out, 0, after, s->x, s->x, s->rows);
 }
 
@@ -169,8 +189,9 @@ static void second_half(struct thread *thread, const struct model *m, const stru
         return;
     }
     adapt(thread, s, l - m->layers, s->normed, &l->gate_up, GATE_UP_PARTS, 2);
-    linear(thread, (struct linear){s->normed, &l->gate_up, l->gate_up_bias, 0, s->inner, s->rows, m->activation,
-                                   s->adapters, s->added, upcoming, 0});
+    linear(thread, (struct linear){.x = s->normed, .weight = &l->gate_up, .bias = l->gate_up_bias, .out = s->inner,
+                                   .rows = s->rows, .kind = m->activation, .adapters = s->adapters,
+                                   .added = s->added, .upcoming = upcoming});
     adapt(thread, s, l - m->layers, s->inner, &l->down, DOWN_PARTS, 1);
     add_linear(thread, m, s, s->inner, &l->down, l->down_bias, l->norms[3]);
 }
@@ -194,7 +215,8 @@ static void run_head(void *data) {
     const struct step *s = p->step;
     struct thread thread = join_pass(p);
     norm(&thread, m, s->x, p->picked, m->norm, 0, s->normed, s->rows);
-    linear(&thread, (struct linear){s->normed, &m->head, 0, 0, p->logits, s->rows, WIDE, 0, 0, {0}, 0});
+    linear(&thread, (struct linear){.x = s->normed, .weight = &m->head, .out = p->logits, .rows = s->rows,
+                                    .kind = WIDE});
     leave_tiles();
 }
 
@@ -206,9 +228,10 @@ void tandem_init(parallel_fn parallel, int (*number)(void), int (*count)(void)) 
 int64_t tandem_has_amx(void) { return has_amx; }
 
 /* The sizes of the structs that Python has too, in the order of structs.py. */
-const int64_t tandem_sizes[] = {sizeof(struct weight), sizeof(struct panel), sizeof(struct rare), sizeof(struct experts),
-                                sizeof(struct mixture), sizeof(struct layer),
-                                sizeof(struct model), sizeof(struct lora_part), sizeof(struct step), sizeof(struct draw)};
+const int64_t tandem_sizes[] = {sizeof(struct weight), sizeof(struct panel), sizeof(struct rare),
+                                sizeof(struct experts), sizeof(struct mixture), sizeof(struct layer),
+                                sizeof(struct model), sizeof(struct lora_part), sizeof(struct step),
+                                sizeof(struct draw)};
 
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -246,8 +269,8 @@ int64_t tandem_layers(const struct model *model, const struct step *step, int64_
     int64_t parts = 0;
     for (int64_t i = 0; i < step->seqs; i++) parts += num_parts(model, step, i);
     const int64_t panels = most(most(2 * model->intermediate, model->hidden), row_width(model)) / 32;
-    return run_pass(run_halves, &pass, most(most(most(panels, model->angles * step->rows), parts), expert_pieces(model, step->rows)),
-                    threads);
+    const int64_t pieces = most(most(panels, model->angles * step->rows), parts);
+    return run_pass(run_halves, &pass, most(pieces, expert_pieces(model, step->rows)), threads);
 }
 
 /* Logits (count, vocab) of the rows `picked` of step->x; step->normed is room for them. Returns 0 or -1. */

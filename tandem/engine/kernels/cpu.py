@@ -35,6 +35,7 @@ _KNOWN = frozenset(
         "max_model_len", "eos_token_ids", "dtype", "quantized", "norm_names", "fused_qkv", "fused_gate_up",
         "windows", "experts", "norms_from_one", "activation", "embed_scale", "attention_scale", "attention_softcap",
         "logits_softcap", "local_rope", "local_layers", "attention_sinks",
+        "residual_scale", "logits_divisor", "qk_norm_of_all", "layers_without_rope", "rope_interleaved", "rotary_dim",
     }
 )  # fmt: skip
 
@@ -99,7 +100,7 @@ class CpuForward:
             return "they do not know how experts are chosen"
         heads, inner = config.num_heads + 2 * config.num_kv_heads, _inner_sizes(config)
         outputs = (heads * config.head_dim, config.hidden_size, config.vocab_size, *(2 * size for size in inner))
-        if min(inner) < 2 * _TILE_PAIRS or math.gcd(*outputs, config.head_dim) % PANEL_OUTPUTS:
+        if min(inner) < 2 * _TILE_PAIRS or math.gcd(*outputs, config.head_dim, config.rotary_dim) % PANEL_OUTPUTS:
             return f"the model's sizes are no multiples of {PANEL_OUTPUTS}"
         return "" if config.head_dim <= _MAX_HEAD_DIM else f"head_dim {config.head_dim} is above {_MAX_HEAD_DIM}"
 
@@ -199,9 +200,11 @@ def _struct(config: ModelConfig, kv: Tensor, **pointers: Any) -> ModelStruct:
     return ModelStruct(
         hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         intermediate=config.intermediate_size, block_size=kv.shape[3], kv_int8=kv.dtype == torch.int8,
-        angles=2 if config.local_rope else 1, rotated=config.head_dim,
+        angles=2 if config.local_rope else 1, rotated=config.rotary_dim or config.head_dim,
+        interleaved=config.rope_interleaved, norms_all=config.qk_norm_of_all,
         factors=(ctypes.c_float * 2)(*(rope.attention_factor for rope in ropes)),
         activation=_ACTIVATIONS[config.activation], eps=config.rms_norm_eps, weights_from=config.norms_from_one,
+        residual_scale=config.residual_scale or 1,
         attention_scale=config.attention_scale or config.head_dim**-0.5, attention_softcap=config.attention_softcap,
         **pointers,
     )  # fmt: skip

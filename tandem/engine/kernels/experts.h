@@ -18,7 +18,7 @@ static inline int64_t num_slots(const struct mixture *x, int64_t rows) {
     return rows * x->per_token < x->count ? rows * x->per_token : x->count;
 }
 
-/* experts, starts: of each slot (starts: and the end); places: where each pair has come; pairs: which each place has. */
+/* experts, starts: of each slot (starts: and the end); places: where each pair has come; pairs: which a place has. */
 struct groups { int32_t *experts, *starts, *places, *pairs; };
 
 static inline int64_t groups_bytes(const struct mixture *x, int64_t rows) {
@@ -45,7 +45,8 @@ static void choose_row(const struct mixture *x, const float *scores, int32_t *ch
 }
 
 static void route(struct thread *thread, const struct mixture *x, const struct experts *e, const struct step *s) {
-    linear(thread, (struct linear){s->normed, &e->router, e->router_bias, 0, x->scores, s->rows, WIDE, 0, 0, {0}, 0});
+    linear(thread, (struct linear){.x = s->normed, .weight = &e->router, .bias = e->router_bias, .out = x->scores,
+                                   .rows = s->rows, .kind = WIDE});
     begin(thread, s->rows);
     int32_t *chosen = thread->result;
     float *shares = (float *)(chosen + x->per_token);
@@ -115,7 +116,8 @@ static inline struct linear slot_of(const struct mixture *x, const struct weight
     const struct groups g = groups_at(x, x->groups, rows);
     const int64_t first = g.starts[slot], count = g.starts[slot + 1] - first;
     struct linear part = *all;
-    part.weight = weights + g.experts[slot], part.first = first, part.rows = count < 0 ? 0 : count < rows ? count : rows;
+    part.weight = weights + g.experts[slot], part.first = first;
+    part.rows = count < 0 ? 0 : count < rows ? count : rows;
     part.x += first * weights->inputs;
     part.out = (char *)all->out + first * (weights->outputs / 32) * result_row(all);
     if (part.bias) part.bias += g.experts[slot] * weights->outputs;
@@ -140,9 +142,12 @@ static void experts_linear(struct thread *thread, const struct mixture *x, const
     }
 }
 
-/* The row's sum goes to `out`; `of_all`: what the shared expert has computed, if there is one. */
-static void combine_row(const struct mixture *x, const struct step *s, int64_t row, int64_t hidden, const bf16 *of_all,
-                        float gate, bf16 *out) {
+/* x and the row's sum go to `out`; `of_all`: what the shared expert has computed, if there is one. */
+static void combine_row(const struct model *m, const struct step *s, int64_t row, const bf16 *of_all, float gate,
+                        bf16 *out) {
+    const struct mixture *x = m->mixture;
+    const int64_t hidden = m->hidden;
+    const __m512 scale = _mm512_set1_ps(m->residual_scale);
     const int32_t *places = groups_at(x, x->groups, s->rows).places + row * x->per_token;
     for (int64_t i = 0; i < hidden; i += 16) {
         __m512 sum = _mm512_setzero_ps();
@@ -150,17 +155,19 @@ static void combine_row(const struct mixture *x, const struct step *s, int64_t r
             sum = _mm512_fmadd_ps(_mm512_set1_ps(x->shares[row * x->per_token + n]),
                                   load16(x->sorted + places[n] * hidden + i), sum);
         if (of_all) sum = _mm512_fmadd_ps(_mm512_set1_ps(gate), load16(of_all + row * hidden + i), sum);
-        store16(out + i, _mm512_add_ps(load16(s->x + row * hidden + i), sum));
+        store16(out + i, _mm512_fmadd_ps(sum, scale, load16(s->x + row * hidden + i)));
     }
 }
 
-static void combine(struct thread *thread, const struct mixture *x, const struct step *s, int64_t hidden,
-                    const bf16 *of_all, int64_t num_scores) {
+static void combine(struct thread *thread, const struct model *m, const struct step *s, const bf16 *of_all,
+                    int64_t num_scores) {
+    const struct mixture *x = m->mixture;
+    const int64_t hidden = m->hidden;
     begin(thread, s->rows);
     for (int64_t next, row; (row = take(thread, &next)) >= 0;) {
         float gate = 1;
         if (x->has_shared_gate) gate = 1 / (1 + expf(-x->scores[row * num_scores + x->count]));
-        combine_row(x, s, row, hidden, of_all, gate, thread->result);
+        combine_row(m, s, row, of_all, gate, thread->result);
         if (win(thread, row)) memcpy(s->x + row * hidden, thread->result, hidden * sizeof *s->x), written(thread);
     }
 }
@@ -175,12 +182,15 @@ static void compute_experts(struct thread *thread, const struct model *m, const 
     group(thread, x, rows);
     gather(thread, x, s, m->hidden);
     if (has_shared) {
-        linear(thread, (struct linear){s->normed, &l->gate_up, l->gate_up_bias, 0, s->inner, rows, m->activation, 0, 0, {0}, 0});
-        linear(thread, (struct linear){s->inner, &l->down, l->down_bias, 0, s->normed, rows, PLAIN, 0, 0, {0}, 0});
+        linear(thread, (struct linear){.x = s->normed, .weight = &l->gate_up, .bias = l->gate_up_bias, .out = s->inner,
+                                       .rows = rows, .kind = m->activation});
+        linear(thread, (struct linear){.x = s->inner, .weight = &l->down, .bias = l->down_bias, .out = s->normed,
+                                       .rows = rows});
     }
     experts_linear(thread, x, e->gate_up, rows,
-                   (struct linear){x->sorted, 0, e->gate_up_bias, 0, s->inner, pairs, m->activation, 0, 0, {0}, 0});
+                   (struct linear){.x = x->sorted, .bias = e->gate_up_bias, .out = s->inner, .rows = pairs,
+                                   .kind = m->activation});
     experts_linear(thread, x, e->down, rows,
-                   (struct linear){s->inner, 0, e->down_bias, 0, x->sorted, pairs, PLAIN, 0, 0, {0}, 0});
-    combine(thread, x, s, m->hidden, has_shared ? s->normed : 0, e->router.outputs);
+                   (struct linear){.x = s->inner, .bias = e->down_bias, .out = x->sorted, .rows = pairs});
+    combine(thread, m, s, has_shared ? s->normed : 0, e->router.outputs);
 }

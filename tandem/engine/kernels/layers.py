@@ -121,6 +121,8 @@ def inner_size(config: ModelConfig, max_tokens: int) -> int:
 
 
 def _angles(config: ModelConfig, layer: int) -> int:
+    if layer in config.layers_without_rope:
+        return -1
     return int(config.local_rope is not None and layer in config.local_layers)
 
 

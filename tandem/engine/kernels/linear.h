@@ -24,6 +24,7 @@ struct linear {
     const struct lora_part *const *adapters; /* of each row, if any has one: `added` (rows, outputs) is added to it */
     const float *added;
     struct upcoming upcoming;
+    float scale;   /* of what is added to the residual */
     int64_t first; /* which row of x_sums the first row has */
 };
 
@@ -38,7 +39,7 @@ static inline void finish16(const struct linear *j, int64_t row, int64_t column,
     int64_t at = row * j->weight->outputs + column;
     sum = added16(j, row, column, sum);
     if (j->bias) sum = _mm512_add_ps(sum, load16(j->bias + column));
-    if (j->residual) sum = _mm512_add_ps(sum, load16(j->residual + at));
+    if (j->residual) sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(j->scale), load16(j->residual + at));
     if (j->kind == WIDE) _mm512_storeu_ps(to, sum);
     else store16(to, sum);
 }
@@ -201,7 +202,8 @@ static void quantized_panel(const struct thread *thread, const struct linear *j,
         struct quantized_at at = {
             .groups = w->bytes + panel * panel_bytes(w), .open = thread->opened, .ahead = ahead, .count = groups,
             .pairs = w->group / 2, .bytes = group_bytes(w), .scale_type = w->scale_type, .scale_bytes = scale_bytes(w),
-            .half = (int64_t)1 << (w->bits - 1), .num_groups = groups, .x_sums = thread->x_sums + (j->first + row) * groups,
+            .half = (int64_t)1 << (w->bits - 1), .num_groups = groups,
+            .x_sums = thread->x_sums + (j->first + row) * groups,
         };
         if (!t && count > 1) at.opened = thread->opened;
         if (t) at.ahead = upcoming_block(&j->upcoming, panel * (count - 1) + t - 1, w->outputs / 32 * (count - 1));

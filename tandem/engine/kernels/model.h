@@ -45,11 +45,14 @@ struct model {
     const float *inverse; /* radians per position, (angles, rotated / 2) */
     int64_t angles;       /* how many kinds: 1, or 2 if some layers have their own */
     int64_t rotated;      /* how many of a head's numbers are rotated */
+    int64_t interleaved;  /* pairs that are rotated lie side by side, else in two halves */
+    int64_t norms_all;    /* q and k are normed over all heads together */
     int64_t hidden, heads, kv_heads, head_dim, intermediate, block_size;
     int64_t kv_int8; /* KV is in int8, as kv_cache.py has it */
     int64_t activation; /* SILU or what follows it */
     float eps;
     float weights_from;      /* what is added to the weights of norms: 0 or 1 */
+    float residual_scale;    /* the factor of what is added to x */
     float attention_scale;   /* the factor of scores */
     float attention_softcap; /* scores stay below; 0: there is no bound */
     float factors[2];        /* of each kind's cosines and sines */

@@ -78,10 +78,11 @@ class ModelStruct(ctypes.Structure):
         ("x_sums", _POINTER),
         ("mixture", _POINTER),
         ("inverse", _POINTER),
-        *((name, _INT) for name in ("angles", "rotated")),
+        *((name, _INT) for name in ("angles", "rotated", "interleaved", "norms_all")),
         *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "block_size")),
         *((name, _INT) for name in ("kv_int8", "activation")),
-        *((name, ctypes.c_float) for name in ("eps", "weights_from", "attention_scale", "attention_softcap")),
+        *((name, ctypes.c_float) for name in ("eps", "weights_from", "residual_scale")),
+        *((name, ctypes.c_float) for name in ("attention_scale", "attention_softcap")),
         ("factors", ctypes.c_float * 2),
     ]
 
