@@ -193,9 +193,11 @@ static inline int64_t first_key(const struct model *m, const struct layer *l, co
 }
 
 /* Returns the span of the part's keys from `first` on: up to a multiple of KEYS, or as many as there are. */
-static inline struct span keys_of(const struct step *s, const struct part *p, int64_t first) {
+static inline struct span keys_of(const struct layer *l, const struct step *s, const struct part *p,
+                                  int64_t first) {
     const int64_t keys = num_keys(s, p), end = (first / KEYS + 1) * KEYS;
-    return (struct span){s->tables + s->table_starts[p->seq], p->head, first, (end < keys ? end : keys) - first};
+    const int32_t *tables = l->window ? s->near_tables : s->tables;
+    return (struct span){tables + s->table_starts[p->seq], p->head, first, (end < keys ? end : keys) - first};
 }
 
 /* Computes part `p` in the room. `next`, if any, is this thread's next part: its first keys are fetched with the last
@@ -214,10 +216,10 @@ static void attend(const struct model *m, const struct layer *l, const struct st
     }
     memset(r->out, 0, rows * dim * sizeof *r->out);
     for (int64_t first = first_key(m, l, s, p), end; first < keys; first = end) {
-        struct span now = keys_of(s, p, first), then = {0};
+        struct span now = keys_of(l, s, p, first), then = {0};
         end = first + now.count;
-        if (end < keys) then = keys_of(s, p, end);
-        else if (next) then = keys_of(s, next, first_key(m, l, s, next));
+        if (end < keys) then = keys_of(l, s, p, end);
+        else if (next) then = keys_of(l, s, next, first_key(m, l, s, next));
         if (rows <= FEW) {
             attend_few(m, l, r, rows, at, &now, &then);
             continue;

@@ -91,7 +91,8 @@ static void place_row(const struct model *m, const struct layer *l, const struct
     const int64_t dim = m->head_dim, size = m->block_size;
     memcpy(s->qkv + row * row_width(m), x, m->heads * dim * sizeof *x);
     x += m->heads * dim;
-    char *to = l->kv + (s->slots[row] / size * 2 * m->kv_heads * size + s->slots[row] % size) * kv_row(m);
+    const int64_t slot = (l->window ? s->near_slots : s->slots)[row];
+    char *to = l->kv + (slot / size * 2 * m->kv_heads * size + slot % size) * kv_row(m);
     for (int64_t head = 0; head < 2 * m->kv_heads; head++, to += size * kv_row(m))
         write_row(m, x + head * dim, to);
 }

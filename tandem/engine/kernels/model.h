@@ -70,7 +70,7 @@ struct step {
     float *cos, *sin; /* (kinds of angles, rows, rotated / 2): room, too */
     const int64_t *positions, *slots, *starts, *lengths, *table_starts;
     const int32_t *tables;
-    const int64_t *near_slots; /* slots and tables of layers with a window */
+    const int64_t *near_slots; /* slots and tables of layers with a window; blocks that no row sees are never read */
     const int32_t *near_tables;
     const struct lora_part *const *adapters;
     float *added;
