@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import count
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 
@@ -68,11 +68,22 @@ async def test_what_a_window_lacks_is_not_lent(workers: list[CachingWorker]) -> 
         await idle(worker)
 
 
+async def test_a_lender_that_says_too_much_is_not_believed(workers: list[CachingWorker]) -> None:
+    asker, _ = workers
+    layout = asker.engine.engine.layout
+    sent = layout.moved_bytes(12)
+    for said, believed in ((12, 12), (13, 0), (2**31, 0), (2, 0)):
+        assert asker.fetcher._num_sent(12, said.to_bytes(4), sent) == believed
+    # A worker of before windows says nothing.
+    assert asker.fetcher._num_sent(12, b"", 3 * layout.whole_block_bytes) == 3
+
+
 async def test_blocks_come_back_from_a_tier_with_their_windows(workers: list[CachingWorker]) -> None:
     one, two = workers
     layout = one.engine.engine.layout
     host = KVTier("host", HostBlocks(block_bytes=layout.whole_block_bytes, budget_bytes=1 << 20))
-    tiers = KVTiers(one.engine, [host], lambda: uuid4().hex)
+    new_id = map(str, count()).__next__
+    tiers = KVTiers(one.engine, [host], new_id)
     writing = asyncio.create_task(tiers.run())
     expected, _ = await said(one, PROMPT)
     chain = fetching.block_chain(layout, request(PROMPT))
@@ -82,7 +93,7 @@ async def test_blocks_come_back_from_a_tier_with_their_windows(workers: list[Cac
             await asyncio.sleep(0.005)
     writing.cancel()
     await said(one, tiny.prompt_of(100, 5))  # takes all blocks
-    back = KVTiers(two.engine, [host], lambda: uuid4().hex)
+    back = KVTiers(two.engine, [host], new_id)
     restored = await back.restore(request(PROMPT), LONG_S)
     assert restored == WHOLE
     found, cached = await said(two, PROMPT)

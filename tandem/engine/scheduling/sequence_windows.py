@@ -37,7 +37,7 @@ class SequenceWindows:
         seq.window_start, seq.window_end = first, max(first, end)
         self.blocks.hold(self.held(seq))
 
-    def reach(self, seq: Sequence, start: int, end: int, spare: int = 0) -> int:
+    def reach(self, seq: Sequence, start: int, end: int) -> int:
         """Slides along to compute tokens `start` … `end`; returns the end, less than asked where too few places are
         free."""
         first = min(max(seq.window_start, self.first(start)), seq.window_end)
@@ -46,7 +46,7 @@ class SequenceWindows:
             seq.window_start = first
         wanted = min(-(-end // self._block_size), len(seq.block_table)) - seq.window_end
         if wanted > 0:
-            taken = min(wanted, max(0, self.blocks.num_free - spare))
+            taken = min(wanted, self.blocks.num_free)
             self.blocks.hold(seq.block_table[seq.window_end : seq.window_end + taken])
             seq.window_end += taken
         return min(end, seq.window_end * self._block_size)

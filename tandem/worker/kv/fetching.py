@@ -124,7 +124,7 @@ class KVFetcher:
             async with asyncio.timeout(timeout_s):
                 self._receiver.expect(
                     transfer_id, block_ids=block_ids, first_block=0, timeout_s=timeout_s,
-                    on_commit=lambda *sent: _soon(loop, _settle, landed, self._num_sent(*sent), ""),
+                    on_commit=lambda *sent: _soon(loop, _settle, landed, self._num_sent(len(block_ids), *sent), ""),
                     on_abort=lambda code, reason: _soon(loop, _settle, landed, 0, f"{code}: {reason}"),
                     sender=holder.peer.incarnation, may_be_less=True, places=places,
                 )  # fmt: skip
@@ -157,11 +157,12 @@ class KVFetcher:
         if transfer_id in self._under_way:
             self.stuck = f"transfer {transfer_id} is still being written after {FENCE_WAIT_S} s"
 
-    def _num_sent(self, payload: bytes, num_bytes: int) -> int:
-        """Returns how many blocks have come, which the lender says: of layers with a window fewer bytes come."""
+    def _num_sent(self, most: int, payload: bytes, num_bytes: int) -> int:
+        """Returns how many of `most` blocks have come, which the lender says, for of layers with a window fewer bytes
+        come; 0 if what it says cannot be so."""
         layout = self._engine.engine.layout
         said = int.from_bytes(payload[:4]) if payload else num_bytes // layout.whole_block_bytes
-        return said if layout.moved_bytes(said) == num_bytes else 0
+        return said if said <= most and layout.moved_bytes(said) == num_bytes else 0
 
 
 class KVLender:
