@@ -169,6 +169,10 @@ WORKERS = Board(
                 "{{worker}} written to {{tier}}": rate("tandem_kv_tier_written_blocks_total", "worker, tier"),
                 "{{worker}} restored from {{tier}}": rate("tandem_kv_tier_restored_blocks_total", "worker, tier"),
             }, "Blocks, where prefill workers have `kv_host` or `kv_disk`."),
+            Plot("Engine time", "percentunit", {
+                "{{worker}} steps": rate("tandem_step_seconds_total", "worker"),
+                "{{worker}} kept by moving blocks": rate("tandem_moving_seconds_total", "worker"),
+            }, "The second: while blocks were taken for tiers or other workers."),
             Plot("Aborts", "ops", {
                 "{{worker}}": rate("tandem_aborted_sequences_total", "worker"),
                 "{{worker}} blocks freed": rate("tandem_aborted_blocks_total", "worker"),

@@ -246,6 +246,9 @@ def _worker() -> Iterator[Series]:
     yield Series("vllm:iteration_tokens_total", MetricKind.HISTOGRAM, text, labels, TOKENS)
     text = "Sequences that the engine has while it steps."
     yield Series("tandem_batch_sequences", MetricKind.HISTOGRAM, text, labels, TOKENS[:13])
+    yield Series("tandem_step_seconds", counter, "Time of engine steps that computed something.", labels)
+    text = "Time for which engine steps may have waited while blocks were taken for tiers or other workers."
+    yield Series("tandem_moving_seconds", counter, text, labels)
 
 
 def _transfers() -> Iterator[Series]:

@@ -79,6 +79,7 @@ class WorkerInfo:
     nvlink_domain: str = ""
     zone: str = ""
     vocab_size: int = 0  # the size of its logits, which may differ from the tokenizer's; 0: unknown
+    kept_blocks: int = 0  # blocks that its tiers below the cache can keep
 
     @property
     def key(self) -> ModelKey:
@@ -95,7 +96,7 @@ class WorkerInfo:
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in (*SIZES, "vocab_size"):
+        for name in (*SIZES, "vocab_size", "kept_blocks"):
             if not 0 <= getattr(self, name) <= MOST_SIZE:
                 raise ValueError(f"{name} must be from 0 to {MOST_SIZE}, got {getattr(self, name)}")
 

@@ -52,8 +52,15 @@ class BlockFiles:
         self._held = Worth(most)
         self._take_over()
 
+    @property
+    def size(self) -> int:
+        return self._held.size
+
     def __len__(self) -> int:
         return len(self._held)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._held)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._held

@@ -5,7 +5,7 @@ Used by one thread; `in` by any.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -30,8 +30,15 @@ class HostBlocks:
         self._slots: dict[bytes, int] = {}
         self._worth = Worth(num_blocks)
 
+    @property
+    def size(self) -> int:
+        return self._worth.size
+
     def __len__(self) -> int:
         return len(self._slots)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._slots)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._slots

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -22,7 +22,12 @@ class BlockStore(Protocol):
 
     num_damaged: int
 
+    @property
+    def size(self) -> int:
+        """The most blocks that it can keep."""
+
     def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[bytes]: ...
     def __contains__(self, name: bytes) -> bool: ...
     def write(self, name: bytes, block: memoryview) -> None: ...
     def read(self, name: bytes, block: memoryview) -> bool: ...
@@ -59,6 +64,14 @@ class KVTier:
     def stats(self) -> TierStats:
         store = self._store
         return TierStats(len(store), self._num_written, self.num_restored, store.num_damaged, int(self._is_up))
+
+    @property
+    def size(self) -> int:
+        return self._store.size
+
+    def names(self) -> Iterator[bytes]:
+        """Returns the names of its blocks, while nothing is written or read."""
+        return iter(self._store)
 
     def lacks(self, block: bytes) -> bool:
         """True if the block should be written to the tier."""

@@ -9,6 +9,7 @@ of as many dropped blocks are kept, too, as a tier too small for its traffic wou
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
 # A larger BONUS keeps shared prefixes longer, but also conversations that have ended.
@@ -19,7 +20,7 @@ class Worth:
     """The names of up to `size` blocks with their worth. Used by one thread; `in` and `len` by any."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self.size = size
         self._now = 0
         self._worth: dict[bytes, float] = {}
         self._uses: dict[bytes, int] = {}
@@ -29,19 +30,22 @@ class Worth:
     def __len__(self) -> int:
         return len(self._worth)
 
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._worth)
+
     def __contains__(self, name: bytes) -> bool:
         return name in self._worth
 
     @property
     def is_full(self) -> bool:
-        return len(self._worth) >= self._size
+        return len(self._worth) >= self.size
 
     def use(self, name: bytes) -> None:
         """Adds a block, or counts another use of it."""
         earlier = self._uses.get(name) or self._gone.pop(name, 0)
         self._now += 1
         self._uses[name] = earlier + 1
-        self._worth[name] = self._now + BONUS * self._size * min(earlier, MOST_USES)
+        self._worth[name] = self._now + BONUS * self.size * min(earlier, MOST_USES)
         heappush(self._queue, (self._worth[name], name))
         if len(self._queue) > 2 * len(self._worth) + 64:
             self._queue = [(worth, name) for name, worth in self._worth.items()]
@@ -57,7 +61,7 @@ class Worth:
         while self._worth.get(name) != worth:
             worth, name = heappop(self._queue)
         self._gone[name] = self._uses[name]
-        while len(self._gone) > self._size:
+        while len(self._gone) > self.size:
             self._gone.popitem(last=False)
         self.discard(name)
         return name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tandem.engine import KVLayout
@@ -26,8 +26,15 @@ class SimulatedDisk:
     def num_damaged(self) -> int:
         return self._files.num_damaged
 
+    @property
+    def size(self) -> int:
+        return self._files.size
+
     def __len__(self) -> int:
         return len(self._files)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._files)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._files

@@ -198,6 +198,33 @@ async def test_a_damaged_block_ends_what_is_restored_there(a_worker: Opened, tmp
         assert worker.disk.damaged == 1
 
 
+async def test_the_registry_counts_what_a_tier_has_until_it_drops_it(a_worker: Opened, tmp_path: Path) -> None:
+    async with a_worker() as worker:
+        publisher = BlockPublisher(worker.engine, None, "p0", "p-1", tiers=worker.tiers)  # type: ignore[arg-type]
+        chain = block_chain(worker.engine.engine.layout, worker.request(PROMPT))[1:]
+        await worker.answer(PROMPT)
+        publisher.note(await worker.engine.call(lambda engine: engine.take_block_events()))
+        await eventually(lambda: worker.disk.written >= 6)
+        await worker.answer(OTHER)
+        publisher.note(await worker.engine.call(lambda engine: engine.take_block_events()))
+        assert publisher.held.issuperset(chain), "its cache has evicted them, its disk has not"
+        damage(tmp_path, chain[2])
+        assert await worker.tiers.restore(worker.request(PROMPT), BOUND_S) == 2 * BLOCK
+        publisher.look_below()
+        assert set(chain) - publisher.held == {chain[2]}
+
+
+async def test_a_start_counts_what_its_disk_has_from_before(a_worker: Opened) -> None:
+    async with a_worker() as worker:
+        await worker.answer(PROMPT)
+        await worker.written(6)
+        chain = block_chain(worker.engine.engine.layout, worker.request(PROMPT))[1:]
+    async with a_worker() as worker:
+        publisher = BlockPublisher(worker.engine, None, "p0", "p-2", tiers=worker.tiers)  # type: ignore[arg-type]
+        publisher.begin()
+        assert publisher.held == set(chain)
+
+
 async def test_a_failing_disk_is_left_alone_for_a_while(a_worker: Opened, tmp_path: Path) -> None:
     async with a_worker() as worker:
         _, tokens = await worker.answer(PROMPT)

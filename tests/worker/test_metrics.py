@@ -42,13 +42,17 @@ def read(host: str, port: int) -> dict[str, float]:
 def test_prometheus_reads_what_the_engine_last_said(host: str, url: str) -> None:
     now = [stats()]
     registry = CollectorRegistry()
-    steps = StepCounts()
-    steps.add(48, 3)
+    steps = StepCounts(iter((1.0, 1.5)).__next__)
+    steps.add(48, 3, 2.5)
+    with steps.moving():
+        pass
     tiers = {"disk": TierStats(9, 12, 3, 1, 1)}
     registry.register(WorkerCollector(lambda: now[0], steps, lambda: 2, LABELS, lambda: tiers, lambda: {"weights": 7}))
     with metrics_server.serving(registry, lambda: IntegrityReport({"blocks": 2}, ("r1: lost",)), host, 0) as port:
         assert set(read(url, port)) == {series.exposed_as for series in WORKER.values()}
         assert read(url, port) == {
+            "tandem_moving_seconds_total": 0.5,
+            "tandem_step_seconds_total": 2.5,
             "tandem_queued_tokens": 77, "tandem_running_sequences": 5, "tandem_kv_blocks": 8, "tandem_kv_usage": 0.25,
             "tandem_read_tokens_total": 1000, "tandem_written_tokens_total": 500, "vllm:num_preemptions_total": 7,
             "tandem_swapped_preemptions_total": 4, "tandem_aborted_sequences_total": 3,

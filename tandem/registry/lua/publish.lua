@@ -6,8 +6,10 @@ local stored = 4 + tonumber(ARGV[3])
 in_chunks(4, stored - 1, function(first, last) redis.call('SREM', blocks, unpack(ARGV, first, last)) end)
 in_chunks(stored, #ARGV, function(first, last) redis.call('SADD', blocks, unpack(ARGV, first, last)) end)
 local removed = table.concat(ARGV, '', 4, stored - 1)
--- A worker cannot hold more blocks than it has: if removals were lost, some entries are wrong, and any may be deleted.
-local surplus = redis.call('SCARD', blocks) - tonumber(redis.call('HGET', worker, 'num_blocks'))
+-- A worker cannot hold more blocks than it has and its tiers can keep: if removals were lost, some entries are wrong,
+-- and any may be deleted.
+local sizes = redis.call('HMGET', worker, 'num_blocks', 'kept_blocks')
+local surplus = redis.call('SCARD', blocks) - sizes[1] - (whole(sizes[2]) or 0)
 if surplus > 0 then removed = removed .. table.concat(redis.call('SPOP', blocks, surplus)) end
 local number = redis.call('HINCRBY', worker, 'block_batches', 1)
 tell_blocks(ARGV[1], redis.call('HGET', worker, 'generation'), number, table.concat(ARGV, '', stored), removed)

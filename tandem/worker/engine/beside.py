@@ -23,11 +23,16 @@ async def at_once(port: EnginePort, name: str, fn: Callable[[Engine], T]) -> T:
 
     Runs `fn` beside a step if it can. If the caller is cancelled, the blocks are released.
     """
-    done = port.beside_step(lambda engine: [fn(engine)])
+
+    def counted(engine: Engine) -> T:
+        with port.steps.moving():
+            return fn(engine)
+
+    done = port.beside_step(lambda engine: [counted(engine)])
     if done is not None:
         return done[0]
     try:
-        return await port.call(fn)
+        return await port.call(counted)
     except BaseException:
         release(port, name)
         raise
@@ -37,7 +42,8 @@ def release(port: EnginePort, name: str) -> None:
     """Releases the blocks taken for `name`, from any thread. The Ended event wakes sequences that wait for blocks."""
 
     def release_it(engine: Engine) -> Sequence[Event]:
-        engine.moving.release(name)
+        with port.steps.moving():
+            engine.moving.release(name)
         return [Ended(name)]
 
     port.submit(name, release_it)
@@ -49,7 +55,8 @@ def land(port: EnginePort, name: str, num_cached: int, num_landed: int) -> None:
     """
 
     def land_them(engine: Engine) -> Sequence[Event]:
-        engine.moving.land(name, num_cached, num_landed)
+        with port.steps.moving():
+            engine.moving.land(name, num_cached, num_landed)
         return [Ended(name)]
 
     port.submit(name, land_them)

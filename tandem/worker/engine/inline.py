@@ -30,6 +30,9 @@ class InlineEngine(EnginePort):
         self._closed = False
         self._stepping_since: float | None = None
 
+    def now(self) -> float:
+        return self._loop.time()
+
     @property
     def busy_s(self) -> float:
         return 0.0 if self._stepping_since is None else self._loop.time() - self._stepping_since

@@ -78,7 +78,7 @@ class EnginePort(ABC):
         self.engine = engine
         self.stats = self._measured = engine.stats()
         self.rates = Rates()
-        self.steps = StepCounts()
+        self.steps = StepCounts(self.now)
         self._of_this_turn: list[Command] = []
         self._reading = WorkThreads("adapters", 1)  # adapters are read one after the other
         self._compiling = WorkThreads("grammars", GRAMMARS_AT_ONCE)
@@ -93,6 +93,10 @@ class EnginePort(ABC):
         that is not possible. `fn` must not change anything that a step uses: of all methods that change an engine, only
         `reserve` without `outranks` is allowed.
         """
+
+    @abstractmethod
+    def now(self) -> float:
+        """Returns the time in seconds, by the clock that steps are measured with; from any thread."""
 
     @property
     @abstractmethod
@@ -210,7 +214,7 @@ class EnginePort(ABC):
         written = self.stats.num_written_tokens - before.num_written_tokens
         if prefilled or written:
             self.rates.step(prefilled, written, seconds)
-            self.steps.add(prefilled + written, before.num_running)
+            self.steps.add(prefilled + written, before.num_running, seconds)
         return self.stats != before
 
 

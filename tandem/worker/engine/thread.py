@@ -56,6 +56,9 @@ class EngineThread(EnginePort):
         finally:
             self._held.release()
 
+    def now(self) -> float:
+        return time.monotonic()
+
     @property
     def busy_s(self) -> float:
         since = self._busy_since

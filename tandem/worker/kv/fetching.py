@@ -20,6 +20,7 @@ from typing import Protocol
 import structlog
 from opentelemetry import trace
 
+from tandem.block_hash import HASH_BYTES
 from tandem.catalogue.spans import TRUNCATED
 from tandem.engine import Engine, ExpectedBlocks, LentBlocks, Request
 from tandem.process import WorkThreads
@@ -36,6 +37,8 @@ FENCE_WAIT_S = 10.0
 # The most fetches that a worker serves at a time; further fetchers compute.
 MAX_LENT = 32
 LENDING_THREADS = 2
+# The name of the block before those that a fetch asks for, which it does not say.
+UNKNOWN = bytes(HASH_BYTES)
 
 log = structlog.get_logger(__name__)
 tracer = trace.get_tracer("tandem.worker")
@@ -86,10 +89,9 @@ class KVFetcher:
 
     async def complete(self, request: Request, holder: Holder | None, timeout_s: float) -> int:
         """Caches what `holder` and the tiers have of the prompt. Returns the number of tokens that the holder sent."""
-        fetched = await self.fetch(request, holder, timeout_s) if holder else 0
         if self._tiers is not None:
             await self._tiers.restore(request, timeout_s)
-        return fetched
+        return await self.fetch(request, holder, timeout_s) if holder else 0
 
     async def fetch(self, request: Request, holder: Holder, timeout_s: float) -> int:
         """Fetches the prompt's missing blocks. Returns the number of tokens fetched; 0 if the fetch failed."""
@@ -166,13 +168,15 @@ class KVFetcher:
 
 
 class KVLender:
-    """Pushes cached blocks to workers that fetch them. `concurrent`: on threads, as a push may wait for its link."""
+    """Pushes blocks to workers that fetch them: what is cached, and what `tiers` bring back. `concurrent`: on threads,
+    as a push may wait for its link.
+    """
 
     def __init__(
         self, engine: EnginePort, link_to: LinkTo, *, new_id: Callable[[], str], now: Callable[[], float],
-        concurrent: bool,
+        concurrent: bool, tiers: KVTiers | None = None,
     ) -> None:  # fmt: skip
-        self._engine, self._link_to, self._new_id, self._now = engine, link_to, new_id, now
+        self._engine, self._link_to, self._new_id, self._now, self._tiers = engine, link_to, new_id, now, tiers
         self._loop = asyncio.get_running_loop()
         self._threads = WorkThreads("kv-lend", LENDING_THREADS) if concurrent else None
         self._lending: dict[str, asyncio.Task[None]] = {}
@@ -217,6 +221,8 @@ class KVLender:
 
     async def _lend(self, name: str, peer: LinkPeer, fetch: Fetch) -> None:
         names, timeout_s = fetch.block_names(), min(fetch.timeout_ms / 1000, FETCH_S)
+        if self._tiers is not None:
+            await self._tiers.restore_chain([UNKNOWN, *names], timeout_s / 2)
         lent = await at_once(self._engine, name, lambda engine: engine.moving.lend(name, names))
         try:
             async with asyncio.timeout(timeout_s):

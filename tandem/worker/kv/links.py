@@ -52,7 +52,7 @@ class KVLinks:
         )  # fmt: skip
         self.lender = KVLender(
             ports.engine, self.keeper.link_to, new_id=ports.new_id, now=ports.links.driver.now,
-            concurrent=ports.links.driver.concurrent,
+            concurrent=ports.links.driver.concurrent, tiers=ports.tiers,
         )  # fmt: skip
         self.receiver.on_fetch = self.lender.asked
         self._disk = ports.tiers

@@ -1,6 +1,7 @@
-"""Publishes the content of this worker's prefix cache to the registry, in batches.
+"""Publishes to the registry, in batches, which blocks this worker has cached or in a tier below.
 
     engine's block events --> held (a set) --> stored / removed since the last batch --> registry, in numbered batches
+    evicted, but in a tier --> below, and still held, until the tiers are found without it
 
 Changes that could not be published are published the next time. After the registry has lost its data (it restarted, or
 was gone for longer than the lease), all blocks are published again.
@@ -25,6 +26,8 @@ EVERY_S = 0.25
 SOON_S = 0.02
 # The most blocks in one call: a call should not block Redis, or the gateways that read the feed, for long.
 BATCH = 1024
+# The blocks of which each round asks whether a tier still has them.
+LOOKED_AT = 4096
 log = structlog.get_logger(__name__)
 
 
@@ -35,17 +38,20 @@ class BlockPublisher:
         self._engine, self._leases, self._tiers = engine, leases, tiers
         self._owner = (worker_id, incarnation)
         self._ended = asyncio.Event()
-        self._held: set[bytes] = set()
+        self.held: set[bytes] = set()  # what the registry knows, or is about to
         self._stored: set[bytes] = set()
         self._removed: set[bytes] = set()
+        self._below: dict[bytes, None] = {}  # held by tiers alone, those that are looked at next in front
 
     def publish_all_again(self) -> None:
         """Publishes all blocks again, as the registry has lost this worker's."""
-        self._stored, self._removed = set(self._held), set()
+        self._stored, self._removed = set(self.held), set()
 
     async def run(self) -> None:
         """Follows the engine's cache until cancelled."""
+        self.begin()
         while True:
+            self.look_below()
             self.note(await self._engine.call(lambda engine: engine.take_block_events()))
             await self.publish()
             await asyncio.sleep(SOON_S)
@@ -54,20 +60,50 @@ class BlockPublisher:
                     await self._ended.wait()
             self._ended.clear()
 
+    def begin(self) -> None:
+        """Counts what the tiers have from an earlier process. To be called before they are used."""
+        if self._tiers is not None:
+            self._gained(names := self._tiers.names())
+            self._below = dict.fromkeys(names)
+
     def sequences_ended(self) -> None:
         """Publishes soon, as the next request may need the blocks that ended sequences leave in the cache."""
         self._ended.set()
 
     def note(self, events: Iterable[BlockStored | BlockRemoved]) -> None:
+        tiers = self._tiers
         for event in events:
-            gained, lost, change = self._stored, self._removed, self._held.update
-            if self._tiers is not None and isinstance(event, BlockStored):
-                self._tiers.stored(event.hashes)
             if isinstance(event, BlockRemoved):
-                gained, lost, change = self._removed, self._stored, self._held.difference_update
-            change(event.hashes)
-            gained.update(event.hashes)
-            lost.difference_update(event.hashes)
+                below = [name for name in event.hashes if tiers is not None and tiers.has(name)]
+                self._below.update(dict.fromkeys(below))
+                self._lost(set(event.hashes).difference(below))
+                continue
+            if tiers is not None:
+                tiers.stored(event.hashes)
+            for name in event.hashes:
+                self._below.pop(name, None)
+            self._gained(event.hashes)
+
+    def look_below(self) -> None:
+        """Finds out which of the next LOOKED_AT blocks no tier has any more."""
+        if self._tiers is None:
+            return
+        for name in list(islice(self._below, LOOKED_AT)):
+            del self._below[name]
+            if self._tiers.has(name):
+                self._below[name] = None
+            else:
+                self._lost([name])
+
+    def _gained(self, names: Iterable[bytes]) -> None:
+        self.held.update(names)
+        self._stored.update(names)
+        self._removed.difference_update(names)
+
+    def _lost(self, names: Iterable[bytes]) -> None:
+        self.held.difference_update(names)
+        self._removed.update(names)
+        self._stored.difference_update(names)
 
     async def publish(self) -> None:
         try:
@@ -87,6 +123,6 @@ class BlockPublisher:
         try:
             await self._leases.publish_blocks(*self._owner, sorted(stored), sorted(removed))
         except RegistryUnavailable:
-            self._stored |= stored & self._held
-            self._removed |= removed - self._held
+            self._stored |= stored & self.held
+            self._removed |= removed - self.held
             raise

@@ -33,6 +33,7 @@ MAX_PENDING = 4096
 MAX_USED = 256
 # One in so many restores that seem slower than computing is made all the same, as the tier may be faster by now.
 TRY_EVERY = 16
+MOST_COUNTED = 2**31 - 1
 tracer = trace.get_tracer("tandem.worker")
 
 
@@ -89,10 +90,27 @@ class KVTiers:
                     del self._pending[name]
                 await self._write([name for name in names if self._lacked(name)])
 
+    @property
+    def size(self) -> int:
+        """The most blocks that the tiers can keep, as far as the registry counts them."""
+        return min(sum(tier.size for tier in self._tiers), MOST_COUNTED)
+
+    def has(self, name: bytes) -> bool:
+        """True if a tier that is used now has the block."""
+        return self._holder(name) is not None
+
+    def names(self) -> set[bytes]:
+        """Returns the blocks that the tiers have from an earlier process. To be called before `run`."""
+        return {name for tier in self._tiers for name in tier.names()}
+
     async def restore(self, request: Request, timeout_s: float) -> int:
         """Restores a prompt's missing blocks from the tiers. Returns the number of tokens newly cached."""
+        return await self.restore_chain(block_chain(self._layout, request), timeout_s)
+
+    async def restore_chain(self, chain: Sequence[bytes], timeout_s: float) -> int:
+        """Restores the missing blocks of a chain: its root, or what comes before it, and its blocks' names."""
         now = asyncio.get_running_loop().time
-        chain, until = block_chain(self._layout, request), now() + timeout_s
+        until = now() + timeout_s
         if all(self._holder(name) is None for name in chain[1:]):
             return 0
         self._used.append(chain)
@@ -105,11 +123,13 @@ class KVTiers:
             reached = first
             for stretch in stretches:
                 started = now()
-                if started >= until or await self._restore(chain, stretch) < len(stretch):
+                if started >= until:
+                    break
+                reached = stretch.first + (num_restored := await self._restore(chain, stretch))
+                if num_restored < len(stretch):
                     break
                 self._speeds[stretch.tier.name].add(len(stretch) * self._layout.block_size, now() - started)
                 stretch.tier.num_restored += len(stretch)
-                reached = stretch.end
             span.set_attribute("kv.restored_blocks", reached - first)
             if reached < stretches[-1].end:
                 span.set_attribute(TRUNCATED, True)

@@ -294,7 +294,7 @@ def _info(
         model=settings.served_name, revision=engine.layout.revision, layout_hash=engine.layout.hash,
         block_size=settings.block_size, num_blocks=context.ports.engine.stats.num_blocks,
         max_num_seqs=engine.max_num_seqs, max_model_len=engine.model_config.max_model_len,
-        vocab_size=engine.model_config.vocab_size,
+        vocab_size=engine.model_config.vocab_size, kept_blocks=context.ports.tiers.size if context.ports.tiers else 0,
         transports=settings.kv_transports, host=hostname, process=context.ports.process, fingerprint=fingerprint,
         metrics_address=rpc.address(host, metrics_port) if metrics_port else "", **context.location._asdict(),
     )  # fmt: skip

@@ -1,0 +1,51 @@
+"""KV that only a tier of another worker has: it brings it back and lends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from tandem.tiers import HostBlocks, KVTier
+from tandem.transfer import SocketNetwork
+from tandem.worker.kv import KVTiers
+from tandem.worker.kv.publisher import BlockPublisher
+from tests.transfer.tampering import TamperingNetwork
+from tests.worker.test_fetching import BLOCK, BLOCKS, LONG_S, PROMPT, WHOLE, Two, caching_worker, null_config, patient
+
+__all__ = ["patient"]
+OTHER = [9] * (BLOCKS - 1) * BLOCK  # takes all blocks
+
+
+@pytest.fixture
+async def two_and_tiers(demo_model: Path) -> AsyncIterator[tuple[Two, KVTiers]]:
+    network = TamperingNetwork(SocketNetwork())
+    asker = caching_worker(null_config(demo_model), "p0", "shm", SocketNetwork(), "p-1")
+    holder = caching_worker(null_config(demo_model), "d0", "shm", network, "d-1")
+    block_bytes = holder.engine.engine.layout.whole_block_bytes
+    host = KVTier("host", HostBlocks(block_bytes=block_bytes, budget_bytes=100 * block_bytes))
+    tiers = KVTiers(holder.engine, [host], lambda: uuid4().hex)
+    holder.lender._tiers = tiers
+    writing = asyncio.create_task(tiers.run())
+    yield Two(asker, holder, network), tiers
+    writing.cancel()
+    await asker.close()
+    await holder.close()
+    tiers.close()
+
+
+async def test_what_only_a_tier_has_is_lent(two_and_tiers: tuple[Two, KVTiers], patient: None) -> None:
+    two, tiers = two_and_tiers
+    await two.holder.answer(PROMPT)
+    publisher = BlockPublisher(two.holder.engine, None, "d0", "d-1", tiers=tiers)  # type: ignore[arg-type]
+    publisher.note(await two.holder.engine.call(lambda engine: engine.take_block_events()))
+    async with asyncio.timeout(LONG_S):
+        while tiers.stats["host"].written < 6:
+            await asyncio.sleep(0.002)
+    await two.holder.answer(OTHER)
+    assert await two.fetch() == WHOLE
+    assert tiers.stats["host"].restored == 6
+    await two.computes(WHOLE)
