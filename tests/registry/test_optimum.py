@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import isclose
 from uuid import uuid4
 
 import pytest
@@ -105,7 +106,7 @@ class Costs:
         _, read_at_decode = leveled(decodes, lambda load: per(load.prefill_tokens_per_s), 1 / 8192)
         self.token_s, self.usual = leveled(prefills, lambda load: per(load.prefill_tokens_per_s), read_at_decode)
         self.moved_s, self.usual_moved = moving(prefills)
-        self.holders = self.most_of_each_layout(workers)
+        self.workers = workers
         busy = sum(self.queue(p) > 0 for p in prefills) / max(len(prefills), 1)
         self.behind = wanted.policy == "auto" and all(self.queue(p) > 0 for p in prefills)
         self.own_work = 16 if wanted.policy == "auto" else 1 + 15 * busy**2
@@ -120,25 +121,40 @@ class Costs:
     def uncached(self, worker: LiveWorker) -> int:
         return self.wanted.prompt_tokens - BLOCK_SIZE * self.wanted.hits.get(worker.info.worker_id, 0)
 
-    def most_of_each_layout(self, workers: list[LiveWorker]) -> dict[str, LiveWorker]:
-        """Draining ones, too; of equals the oldest."""
-        hits, found = self.wanted.hits, dict[str, LiveWorker]()
-        usable = (w for w in workers if not w.load.stuck and w.info.worker_id not in self.wanted.exclude)
-        decodes = (w for w in usable if w.info.role is Role.DECODE and hits.get(w.info.worker_id))
-        for worker in sorted(decodes, key=lambda w: (-hits[w.info.worker_id], int(w.generation))):
-            found.setdefault(worker.info.layout_hash, worker)
-        return found
+    def hit(self, worker: LiveWorker) -> int:
+        return BLOCK_SIZE * self.wanted.hits.get(worker.info.worker_id, 0)
 
-    def fetched(self, p: LiveWorker, token_s: float) -> tuple[int, float]:
-        """Tokens that it had better fetch than compute, all but the last, and the seconds that takes."""
-        holder, whole = self.holders.get(p.info.layout_hash), (self.wanted.prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
-        if holder is None:
-            return 0, 0.0
-        cached = self.wanted.prompt_tokens - self.uncached(p)
-        tokens = min(whole, BLOCK_SIZE * self.wanted.hits[holder.info.worker_id]) - cached
-        distance = holder.info.location.distance_to(p.info.location)
-        seconds = 0.001 + tokens * (MOVED_S[distance](holder.load) or self.usual_moved[distance])
+    def saved(self, holder: LiveWorker, reader: LiveWorker, token_s: float) -> tuple[int, float]:
+        """Tokens that the reader could fetch from this holder, all but the last, and the seconds that takes."""
+        whole = (self.wanted.prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        tokens = min(whole, self.hit(holder)) - self.hit(reader)
+        distance, info = holder.info.location.distance_to(reader.info.location), holder.info
+        own = self.moved_s[distance].get(info.worker_id) or MOVED_S[distance](holder.load)
+        seconds = 0.001 + tokens * (own or self.usual_moved[distance])
         return (tokens, seconds) if tokens > 0 and seconds < tokens * token_s else (0, 0.0)
+
+    def holders(self, reader: LiveWorker) -> list[LiveWorker]:
+        """Those with the most blocks on its node, in its domain, its zone and anywhere, of either role, draining ones,
+        too; of equals the oldest."""
+        info, hits = reader.info, self.wanted.hits
+        found = [
+            w
+            for w in self.workers
+            if not w.load.stuck and w.info.worker_id not in self.wanted.exclude
+            and hits.get(w.info.worker_id) and w.info.layout_hash == info.layout_hash
+        ]  # fmt: skip
+        near = [
+            [w for w in found if w.info.node == info.node],
+            [w for w in found if info.nvlink_domain and w.info.nvlink_domain == info.nvlink_domain],
+            [w for w in found if w.info.zone == info.zone],
+            found,
+        ]
+        return [max(some, key=lambda w: (hits[w.info.worker_id], -int(w.generation))) for some in near if some]
+
+    def fetched(self, reader: LiveWorker, token_s: float) -> tuple[int, float]:
+        """Tokens that it had better fetch than compute, and the seconds that takes, from where that saves most."""
+        ways = (self.saved(holder, reader, token_s) for holder in self.holders(reader))
+        return max(ways, key=lambda way: way[0] * token_s - way[1], default=(0, 0.0))
 
     def queue(self, worker: LiveWorker) -> int:
         return max(worker.reserved_tokens, worker.load.queued_tokens)
@@ -197,12 +213,19 @@ class Costs:
             return min(remote + 0.002, local)
         return remote if pairs or policy == "require" else local
 
-    def holder_of(self, route: Route, workers: list[LiveWorker]) -> str | None:
+    def fetches_best(self, route: Route) -> bool:
+        """True if the route's worker that prefills fetches from where that saves most; from nowhere, if nowhere."""
+        by_id = {worker.info.worker_id: worker for worker in self.workers}
         if route.prefill is None:
-            return None
-        p = next(worker for worker in workers if worker.info.worker_id == route.prefill.info.worker_id)
-        fetched, _ = self.fetched(p, self.token_s[p.info.worker_id])
-        return self.holders[p.info.layout_hash].info.worker_id if fetched else None
+            return route.holder is None
+        reader = by_id[route.prefill.info.worker_id]
+        token_s = self.token_s[reader.info.worker_id]
+        tokens, seconds = self.fetched(reader, token_s)
+        if route.holder is None:
+            return tokens == 0
+        holder = by_id[route.holder.info.worker_id]
+        own_tokens, own_s = self.saved(holder, reader, token_s)
+        return own_tokens > 0 and isclose(own_tokens * token_s - own_s, tokens * token_s - seconds, abs_tol=1e-9)
 
     def of(self, route: Route, workers: list[LiveWorker]) -> float:
         by_id = {worker.info.worker_id: worker for worker in workers}
@@ -288,7 +311,7 @@ async def check(url: str, cluster: list[tuple[WorkerInfo, WorkerLoad]], asked: l
             own_work = costs.own_work if route.prefill else 16
             within = best + 0.5 * BLOCK_SIZE * own_work * costs.usual  # less than half a block's hit is no difference
             assert best * (1 - 1e-9) <= costs.of(route, workers) <= within * (1 + 1e-9)
-            assert costs.holder_of(route, workers) == (route.holder and route.holder.info.worker_id)
+            assert costs.fetches_best(route)
     assert (await registry.check_integrity()).violations == ()
     await registry.close()
 

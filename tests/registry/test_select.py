@@ -24,6 +24,7 @@ from tests.registry.cluster import (
 
 HASHES = [bytes([i]) * 16 for i in range(1, 5)]
 PREFIX = PromptPrefix.of(REVISION, BLOCK_SIZE, HASHES)
+FAST, SLOW = {"prefill_tokens_per_s": 10_000.0}, {"prefill_tokens_per_s": 250.0}
 
 
 async def select(registry: Registry, **changed: Any) -> Route:
@@ -196,12 +197,12 @@ async def test_a_restarted_worker_is_expected_to_hold_nothing(registry: Registry
 
 @pytest.mark.parametrize(("elsewhere", "stays", "leaves"), [(10, 900, 1100), (0, 290, 320)], ids=["busy", "idle"])
 async def test_a_hit_yields_to_load(registry: Registry, elsewhere: int, stays: int, leaves: int) -> None:
-    """Sooner to a prefill worker that stands idle than to one that prefills as well."""
+    """Sooner to an idle prefill worker than to one that prefills as well; KV moves too slowly to be fetched."""
     await register_pool(registry, prefill=2)
     await registry.leases.publish_blocks("p0", "p0-first", HASHES, [])
     for queued, chosen in ((stays, "p0"), (leaves, "p1")):
         for worker, tokens in (("p0", queued), ("p1", elsewhere)):
-            load = worker_load(queued_tokens=tokens, linked=("d0-first",))
+            load = worker_load(queued_tokens=tokens, linked=("d0-first",), transfer_tokens_per_s=1000.0)
             await registry.leases.heartbeat(worker_info(worker, Role.PREFILL), load, TTL)
         route = await select(registry, prefix=await known_prefix(registry, HASHES))
         assert names(route)[0] == chosen
@@ -423,6 +424,38 @@ async def test_a_prefix_that_is_only_expected_to_have_been_fetched_may_be_fetche
     assert "64 prompt tokens cached there, 64 at decode;" in route.reason
 
 
+@pytest.mark.parametrize(
+    ("held", "changed", "holder"),
+    [
+        ({"p1": 4}, {}, "p1"),
+        ({"p1": 4, "d0": 3}, {}, "p1"),
+        ({"p1": 3, "d0": 4}, {}, "d0"),
+        ({"p1": 4, "d0": 4}, {"p1": {"node": "there"}}, "d0"),
+        ({"p1": 4, "d0": 4}, {"d0": {"node": "there"}}, "p1"),
+        ({"p1": 3, "d0": 4}, {"d0": {"node": "there", "zone": "far"}}, "p1"),
+        ({"p1": 4}, {"p1": {"layout_hash": "other"}}, None),
+        ({"p0": 4, "p1": 4}, {}, None),
+        ({}, {}, None),
+    ],
+    ids=["prefill", "more at prefill", "more at decode", "decode nearer", "prefill nearer", "far and slow",
+         "another layout", "itself", "nowhere"],
+)  # fmt: skip
+async def test_a_prefill_worker_fetches_from_the_best_holder_of_either_role(
+    registry: Registry, held: dict[str, int], changed: dict[str, dict[str, Any]], holder: str | None
+) -> None:
+    rates = {**FAST, "transfer_tokens_per_s": 1e5, "far_transfer_tokens_per_s": 2e4}
+    for name, role in (("d0", Role.DECODE), ("p0", Role.PREFILL), ("p1", Role.PREFILL)):
+        load = worker_load(linked=("d0-first",), draining=name == "p1", **rates)
+        await registry.leases.heartbeat(worker_info(name, role, **changed.get(name, {})), load, TTL)
+    for name, count in held.items():
+        await registry.leases.publish_blocks(name, f"{name}-first", HASHES[:count], [])
+    route = await select(registry, prompt_tokens=80, prefix=await known_prefix(registry, HASHES))
+    assert names(route) == ("p0", "d0")
+    assert (route.holder and route.holder.info.worker_id) == holder
+    if route.holder:
+        assert (await reserved(registry))["p0"] == (80 - route.holder.cached_tokens, 0)
+
+
 async def auto(registry: Registry, held: dict[str, int], prefill: dict[str, Any], decode: dict[str, Any]) -> str:
     """The reason of a route for 64 tokens; p0 and d0 hold so many blocks of them and say so of themselves."""
     await register_pool(registry)
@@ -432,9 +465,6 @@ async def auto(registry: Registry, held: dict[str, int], prefill: dict[str, Any]
     for name, count in held.items():
         await registry.leases.publish_blocks(name, f"{name}-first", HASHES[:count], [])
     return (await select(registry, prefill="auto", prefix=await known_prefix(registry, HASHES))).reason
-
-
-FAST, SLOW = {"prefill_tokens_per_s": 10_000.0}, {"prefill_tokens_per_s": 250.0}
 
 
 @pytest.mark.parametrize(
@@ -517,11 +547,14 @@ async def test_auto_prefills_beside_decodes_within_their_target(
 
 @pytest.mark.parametrize(("target_s", "prefill"), [(0.0, "p0"), (10.0, "p0"), (1.0, "p1")])
 async def test_what_would_be_late_goes_where_it_is_not(registry: Registry, target_s: float, prefill: str) -> None:
-    """The one that has the prompt in its cache is a second behind; the other one is not, and is busy, too."""
+    """The one that has the prompt in its cache is a second behind; the other one is not, and is busy, too. To fetch
+    takes as long as to compute."""
     large = {"num_blocks": 200, "max_model_len": 2048}
     await registry.leases.register(worker_info("d0", Role.DECODE, **large), worker_load(), TTL)
     for name, queued in (("p0", 1000), ("p1", 100)):
-        busy = worker_load(linked=("d0-first",), queued_tokens=queued, prefill_tokens_per_s=1000.0)
+        busy = worker_load(
+            linked=("d0-first",), queued_tokens=queued, prefill_tokens_per_s=1000.0, transfer_tokens_per_s=1000.0
+        )
         await registry.leases.register(worker_info(name, Role.PREFILL, **large), busy, TTL)
     await registry.leases.publish_blocks("p0", "p0-first", HASHES, [])
     prefix = await known_prefix(registry, HASHES)

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from services.prefill.metrics import TransferMetrics
 from tandem.liveness.silence import Liveness
 from tandem.local import RedisServer
-from tandem.registry import ClusterView, Location, Registry, Role, WorkerInfo, WorkerLoad
+from tandem.registry import ClusterView, Distance, Location, Registry, Role, WorkerInfo, WorkerLoad
 from tandem.transfer import LinkPeer, LocalPeer, Receiver, Sender, TransferError
 from tandem.worker.kv.link_keeper import LinkKeeper
 
@@ -49,10 +49,11 @@ class LinkPool:
         return self.receivers[-1]
 
     async def register(
-        self, worker_id: str, incarnation: str, address: str, layout: str = LAYOUT, ttl: float = 30.0
-    ) -> None:
+        self, worker_id: str, incarnation: str, address: str, layout: str = LAYOUT, ttl: float = 30.0,
+        role: Role = Role.DECODE, node: str = "",
+    ) -> None:  # fmt: skip
         info = WorkerInfo(
-            worker_id=worker_id, role=Role.DECODE, incarnation=incarnation, grpc_address="127.0.0.1:1",
+            worker_id=worker_id, role=role, node=node, incarnation=incarnation, grpc_address="127.0.0.1:1",
             transfer_address=address, model="m", revision="r", layout_hash=layout, block_size=4, num_blocks=8,
             max_num_seqs=4, max_model_len=64, transports=("shm", "tcp"), host="here",
         )  # fmt: skip
@@ -95,6 +96,14 @@ async def pool(request: pytest.FixtureRequest, redis_server: RedisServer) -> Asy
 def nobody() -> socket.socket:
     """A listener that takes connections and never says a word."""
     return socket.create_server(("127.0.0.1", 0))
+
+
+async def test_the_distance_to_workers_of_either_role_is_known(pool: LinkPool) -> None:
+    await pool.register("prefill-1", "p-2", "127.0.0.1:1", role=Role.PREFILL, node="here")
+    await pool.register("decode-0", "d-0", pool.receiver("decode-0", "d-0").address, node="there")
+    await pool.linked("d-0")
+    found = [pool.keeper.distance_to(name) for name in ("prefill-1", "decode-0", "nobody")]
+    assert found == [Distance.NEAR, Distance.ZONE, Distance.FAR]
 
 
 async def test_a_worker_is_linked_once_a_block_has_moved_and_no_earlier(pool: LinkPool) -> None:

@@ -1,7 +1,8 @@
 -- The cost of a request on each worker, in seconds of waiting, its own and other requests'. select.lua compares them.
 --
 --   prefill p    queue + own prefill                          work waiting there, and the prompt less p's hit
---   or fetch h   what h has more of the prompt than p, at h's rate of moving, if that is faster than computing it
+--   or fetch h   what h, of either role, has more of the prompt than p, at h's rate of moving, if that is faster than
+--                computing it
 --   move p -> d  what d lacks / p's rate of moving so far: near (on one machine or in one NVLink domain), zone, far
 --   decode d     how full it is, in steps of its own duration; what the request adds, in steps of about the usual
 -- duration
@@ -119,7 +120,7 @@ end
 
 local MOVES = {NEAR_S, ZONE_S, FAR_S}
 
--- Returns which of MOVES leads from the prefill row at `at` to the decode row at `there`.
+-- Returns which of MOVES leads from the row at `at` to the row of others at `there`.
 local function move_between(values, at, others, there)
   local domain = values[at + DOMAIN]
   if values[at + NODE] == others[there + NODE] or domain ~= 0 and domain == others[there + DOMAIN] then return NEAR_S end
@@ -163,7 +164,8 @@ end
 -- measured it.
 local function survey_prefills(rows, decodes)
   rows.usual = level(rows, TOKEN_S, mean_of(decodes, TOKEN_S, NOMINAL_TOKEN_S))
-  rows.fastest = rows.count > 0 and decodes.count > 0 and level_moves(rows, decodes) or 0
+  local fastest = level_moves(rows, decodes)
+  rows.fastest = fastest < huge and fastest or 0
 end
 
 local function survey_decodes(rows)
@@ -194,50 +196,81 @@ local function of_one(rate, usual)
   return rate - max(-noise, math.min(rate - usual, noise))
 end
 
--- Returns KV layout -> the decode worker, even if draining, that is known to hold most of the prompt.
+-- The parts of a location by which a holder is near: a worker fetches from the best holder in one of them, or of all.
+local NEARNESS = {NODE, DOMAIN, ZONE, LAYOUT}
+
+-- Sets request.holders: part of NEARNESS -> place -> the worker of either role, even if draining, that is known to hold
+-- most of the prompt; of equals the oldest. A place is a KV layout there: the sum of two digests.
 local function holders_of(prefills, decodes, request)
-  local holders, values = {}, decodes.values
-  for d, blocks in pairs(hits_on(decodes, request, request.known)) do
-    local at = (d - 1) * WIDTH
-    local holder, generation = holders[values[at + LAYOUT]], values[at + GENERATION]
-    local more = not holder or blocks > holder.blocks or blocks == holder.blocks and generation < holder.generation
-    if more and values[at + STUCK] == 0 and not excludes(request, decodes, d) then
-      holders[values[at + LAYOUT]] = {row = d, blocks = blocks, generation = generation, at = at, values = values}
+  local holders = {[NODE] = {}, [DOMAIN] = {}, [ZONE] = {}, [LAYOUT] = {}}
+  for _, rows in ipairs({decodes, prefills}) do
+    local values = rows.values
+    for i, blocks in pairs(hits_on(rows, request, request.known)) do
+      local at = (i - 1) * WIDTH
+      if values[at + STUCK] == 0 and not excludes(request, rows, i) then
+        local generation, layout, holder = values[at + GENERATION], values[at + LAYOUT], nil
+        for part, best in pairs(holders) do
+          local place = layout + values[at + part]
+          local other = best[place]
+          if not other or blocks > other.blocks or blocks == other.blocks and generation < other.generation then
+            holder = holder or {rows = rows, row = i, at = at, blocks = blocks, generation = generation}
+            best[place] = holder
+          end
+        end
+      end
     end
   end
-  return holders
+  request.holders = next(holders[LAYOUT]) and holders
 end
 
--- Returns the tokens that the prefill row at `at`, with a hit of `hit` tokens, should fetch from this holder instead of
--- computing them, and the seconds of the fetch. The prompt's last token is always computed.
-local function fetched(request, holder, prefills, at, hit)
-  if not holder then return 0, 0 end
-  local move, token_s = move_between(holder.values, holder.at, prefills.values, at), prefills.values[at + TOKEN_S]
-  local moving = holder.values[holder.at + move]
-  if moving == 0 then moving = prefills.moving[move] end
-  local tokens = math.floor(math.min(holder.blocks * request.block_size, request.prompt_tokens - 1) / request.block_size)
-    * request.block_size - hit
-  local seconds = FETCH_S + tokens * moving
-  if tokens <= 0 or seconds >= tokens * token_s then return 0, 0 end
-  return tokens, seconds
+-- Returns the tokens that the row at `at`, with a hit of `hit` tokens and `token_s` seconds to compute one, should fetch
+-- instead of computing them, the seconds of the fetch, and the holder that saves most. The prompt's last token is always
+-- computed.
+local function fetched(request, prefills, rows, at, hit, token_s)
+  local most, best_tokens, best_s, found, values = 0, 0, 0, nil, rows.values
+  local layout, block_size = values[at + LAYOUT], request.block_size
+  local whole = math.floor((request.prompt_tokens - 1) / block_size) * block_size
+  local best = request.holders and request.holders[LAYOUT][2 * layout]
+  if not best or math.min(best.blocks * block_size, whole) <= hit then return 0, 0 end
+  for _, part in ipairs(NEARNESS) do
+    local holder = request.holders[part][layout + values[at + part]]
+    if holder and holder ~= found and (part ~= DOMAIN or values[at + DOMAIN] ~= 0) then
+      local there = holder.rows.values
+      local move = move_between(there, holder.at, values, at)
+      local moving = there[holder.at + move]
+      if moving == 0 then moving = prefills.moving[move] end
+      local tokens = math.min(holder.blocks * block_size, whole) - hit
+      local seconds = FETCH_S + tokens * moving
+      if tokens > 0 and tokens * token_s - seconds > most then
+        most, best_tokens, best_s, found = tokens * token_s - seconds, tokens, seconds, holder
+      end
+    end
+  end
+  return best_tokens, best_s, found
 end
 
--- Sets rows.fetches: row -> the holder that it should fetch from. Blocks that a row is only expected to hold may still
--- be fetched for another request, which may arrive there after this one: so this request names the holder, too.
+-- Returns the holder that row i should fetch from. Blocks that the row is only expected to hold may still be fetched for
+-- another request, which may arrive there after this one: so this request names the holder, too.
+local function holder_for(request, prefills, rows, i)
+  local at, values = (i - 1) * WIDTH, rows.values
+  local known = values[at + KIND] == request.kind and request.known[values[at + GENERATION]] or 0
+  local token_s = values[at + TOKEN_S] > 0 and values[at + TOKEN_S] or prefills.usual
+  local _, _, holder = fetched(request, prefills, rows, at, known * request.block_size, token_s)
+  return holder
+end
+
 -- Sets rows.cost: the cost of prefilling the prompt, infinite if the row cannot. Returns true if any row can. A lost
 -- hit costs the same on every row: else a worker that once seemed a little slower would get hardly any work.
-local function weigh_prefills(rows, request, decodes)
+local function weigh_prefills(rows, request)
   weigh_work(rows, request)
-  local holders, fetches, known = holders_of(rows, decodes, request), {}, hits_on(rows, request, request.known)
   local costs, able, values, hits = {}, false, rows.values, hits_on(rows, request)
   local prompt, block_size, others_s = request.prompt_tokens, request.block_size, (rows.own_work - 1) * rows.usual
   for p = 1, rows.count do
     local at, cost = (p - 1) * WIDTH, huge
     if prompt <= values[at + TAKES] and not excludes(request, rows, p) then
-      local hit, holder = (hits[p] or 0) * block_size, holders[values[at + LAYOUT]]
+      local hit = (hits[p] or 0) * block_size
       local queue, token_s = max(values[at + TOKENS], values[at + QUEUED]), values[at + TOKEN_S]
-      local moved, moving_s = fetched(request, holder, rows, at, hit)
-      if fetched(request, holder, rows, at, (known[p] or 0) * block_size) > 0 then fetches[p] = holder end
+      local moved, moving_s = fetched(request, rows, rows, at, hit, token_s)
       local tokens = max(prompt - hit - moved, 1)
       local waiting = queue * token_s + adapting(rows, request, p) + moving_s
       cost = waiting + tokens * (of_one(token_s, rows.usual) + others_s) + lateness(request, waiting + tokens * token_s, rows.usual)
@@ -246,7 +279,7 @@ local function weigh_prefills(rows, request, decodes)
     end
     costs[p] = cost
   end
-  rows.cost, rows.hits, rows.fetches = costs, hits, fetches
+  rows.cost, rows.hits = costs, hits
   return able
 end
 

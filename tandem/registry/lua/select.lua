@@ -187,7 +187,7 @@ local function choose(prefills, decodes, request)
   if prefills.count + decodes.count == 0 then return nil, 'no live worker serves model ' .. request.model end
   if not weigh_decodes(decodes, request, prefills.fastest) then return nil, why_none(decodes, 'decode', request) end
   if request.policy == 'never' then return best_alone(prefills, decodes, request), 'asked for' end
-  local can_read = weigh_prefills(prefills, request, decodes)
+  local can_read = weigh_prefills(prefills, request)
   local pair = can_read and best_pair(prefills, decodes, tolerance(prefills, request, prefills.own_work))
   if not pair then
     local why, fallback
@@ -265,13 +265,14 @@ function route(request, turn)
   local prefills, decodes = pools(request.model)
   request.known = {}  -- a copy, as add_expected changes hits
   for generation, blocks in pairs(request.hits) do request.known[generation] = blocks end
+  holders_of(prefills, decodes, request)
   add_expected(prefills, decodes, request)
   local best, why, fallback = choose(prefills, decodes, request)
   if not best then return {REFUSALS[fallback] or 'none', why} end
   local decode = place(decodes, best.decode, request)
   local prefill = best.prefill and place(prefills, best.prefill, request)
-  local fetch = prefill and prefills.fetches[best.prefill]
-  local holder = fetch and place(decodes, fetch.row, request)
+  local fetch = prefill and holder_for(request, prefills, prefills, best.prefill)
+  local holder = fetch and place(fetch.rows, fetch.row, request)
   for _, part in ipairs({decode, prefill or nil, holder or nil}) do
     if not is_current(part) then return without(part, request, turn) end
   end

@@ -4,7 +4,8 @@
     the link dies, or it started again    --> close, unpublish
     its lease is gone and the link works  --> keep for `grace_s`: a late heartbeat, or Redis has lost its data
 
-A push that finds no link opens it itself, so a worker restarted a moment ago serves its first request.
+A push or a fetch that finds no link opens it itself, so a worker restarted a moment ago serves its first request, and
+workers of one role fetch from each other. Such a link stays until one of them ends.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class LinkKeeper:
         self._location, self._others = location, others
         self._changed = changed
         self._peers: dict[str, WorkerInfo] = {}
+        self._locations: dict[str, Location] = {}  # of workers of both roles
         self._absent_since: dict[str, float] = {}
         self._opening: dict[str, asyncio.Task[Link]] = {}
         self._refused: dict[str, str] = {}
@@ -75,8 +77,7 @@ class LinkKeeper:
 
     def distance_to(self, worker_id: str) -> Distance:
         """Returns the distance to a worker; FAR if its location is unknown."""
-        peer = self._peers.get(worker_id)
-        return self._location.distance_to(peer.location) if peer else Distance.FAR
+        return self._location.distance_to(self._locations[worker_id]) if worker_id in self._locations else Distance.FAR
 
     def peer(self, worker_id: str) -> WorkerInfo | None:
         return self._peers.get(worker_id)
@@ -144,6 +145,9 @@ class LinkKeeper:
                 self._sender.close_link(worker_id, info.incarnation)
                 self._refused.pop(info.incarnation, None)
         self._peers = known
+        self._locations = {w.info.worker_id: w.info.location for w in workers} | {
+            name: info.location for name, info in spared.items()
+        }
         self._absent_since = {name: since for name, since in self._absent_since.items() if name in spared}
         for info in live.values():
             if info.layout_hash != self._layout_hash:
