@@ -70,6 +70,7 @@ class Held:
     itl_target_s: float
     sender: str
     enters_as_suspect: bool
+    num_fetched_tokens: int = 0
     timer: asyncio.Handle | None = None
     transfer_id: str = ""
     num_tokens: int = 0
@@ -82,9 +83,9 @@ class Held:
 class DecodeSequences:
     """The sequences of this worker.
 
-    `reserved(stream_id, request_id, reservation)` is called when a sequence has entered; the reservation
-    is None if its prompt is prefilled here. `first_token` parses a commit's payload. `stuck` gets the reason when a
-    transfer cannot be fenced.
+    `reserved(stream_id, request_id, reservation, num_fetched_tokens)` is called when a sequence has entered; the
+    reservation is None if its prompt is prefilled here. `first_token` parses a commit's payload. `stuck` gets the
+    reason when a transfer cannot be fenced.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class DecodeSequences:
         receiver: KVReceiver,
         streams: Streams,
         *,
-        reserved: Callable[[str, str, Reservation | None], None],
+        reserved: Callable[[str, str, Reservation | None, int], None],
         first_token: Callable[[bytes], SampledToken],
         new_id: Callable[[], str],
         worker_id: str,
@@ -124,8 +125,8 @@ class DecodeSequences:
 
     # --- entering ---
 
-    def add(self, request: Request, stream_id: str, timeout_s: float) -> None:
-        """Adds a sequence whose prompt is prefilled here.
+    def add(self, request: Request, stream_id: str, timeout_s: float, num_fetched_tokens: int = 0) -> None:
+        """Adds a sequence whose prompt is prefilled here, once `num_fetched_tokens` of it were fetched.
 
         Raises:
             SequenceFailed: it cannot enter. A refusal by the engine is reported on its stream instead.
@@ -135,7 +136,7 @@ class DecodeSequences:
             engine.add(request)
             return [Added(request.request_id)]
 
-        self._enter(request, stream_id, timeout_s)
+        self._enter(request, stream_id, timeout_s).num_fetched_tokens = num_fetched_tokens
         self._engine.submit_with_turn(request.request_id, add)
 
     def reserve(self, request: Request, stream_id: str, timeout_s: float, sender: str) -> None:
@@ -181,7 +182,7 @@ class DecodeSequences:
         held.enters_as_suspect = False
         self._block_queue.leave(held.request_id)
         if added.block_ids is None:
-            self._reserved(held.stream_id, held.request_id, None)
+            self._reserved(held.stream_id, held.request_id, None, held.num_fetched_tokens)
             return
         held.span.set_attribute("decode.cached_tokens", added.num_cached_tokens)
         held.transfer_id = self._new_id()
@@ -191,7 +192,7 @@ class DecodeSequences:
             self._fail(held, error.code, error.message)
             return
         reservation = Reservation(held.transfer_id, added.num_cached_tokens, len(added.block_ids))
-        self._reserved(held.stream_id, held.request_id, reservation)
+        self._reserved(held.stream_id, held.request_id, reservation, 0)
 
     def _expect(self, held: Held, num_cached_tokens: int, block_ids: Sequence[int], places: Sequence[int]) -> None:
         self._receiver.expect(

@@ -15,6 +15,7 @@ from tandem.v1 import worker_pb2
 from tandem.worker import (
     Entry,
     Event,
+    Holder,
     KVLinks,
     SequenceFailed,
     Streams,
@@ -89,14 +90,17 @@ class DecodeWorker:
         sequence, timeout_s = conversion.request_of(entry.sequence), entry.sequence.timeout_ms / 1000
         await self._context.ports.engine.prepare(sequence, timeout_s)
         if entry.local_prefill:
-            await self._kv.fetcher.complete(sequence, None, timeout_s)
-            self._sequences.add(sequence, stream_id, timeout_s)
+            layout_hash = self._kv.peer.layout_hash
+            holder = Holder.of(entry.holder, layout_hash) if entry.HasField("holder") else None
+            fetched = await self._kv.fetcher.complete(sequence, holder, timeout_s)
+            self._sequences.add(sequence, stream_id, timeout_s, fetched)
         else:
             self._sequences.reserve(sequence, stream_id, timeout_s, entry.prefill_incarnation)
 
-    def _reserved(self, stream_id: str, request_id: str, reservation: Reservation | None) -> None:
+    def _reserved(self, stream_id: str, request_id: str, reservation: Reservation | None, fetched_tokens: int) -> None:
         ticket = self._ticket(reservation) if reservation else None
-        self._streams.reserved(stream_id, worker_pb2.Reserved(request_id=request_id, ticket=ticket))
+        answer = worker_pb2.Reserved(request_id=request_id, ticket=ticket, fetched_tokens=fetched_tokens)
+        self._streams.reserved(stream_id, answer)
 
     def _ticket(self, reservation: Reservation) -> worker_pb2.LandingTicket:
         ticket = worker_pb2.LandingTicket(

@@ -101,8 +101,9 @@ class Reservations:
         try:
             status, why, *chosen = await self._batcher.call(("select", (reservation, *asked)))
             if status == "ok":
-                places = [await self._place(*chosen[i : i + 3]) for i in range(1, len(chosen), 3)]
-                return Route.of(places, reservation, why, Fallback(chosen[0]) if chosen[0] else None)
+                decode, prefill, holder = [await self._place(*chosen[i : i + 3]) for i in (1, 4, 7)]
+                assert decode is not None
+                return Route.of(decode, prefill, holder, reservation, why, Fallback(chosen[0]) if chosen[0] else None)
         except BaseException:
             self._abandon_later(reservation)
             raise
@@ -165,7 +166,9 @@ class Reservations:
         self._doubtful.discard(reservation)
         self._late.add("abandon", reservation)
 
-    async def _place(self, worker_id: str, generation: str, cached_tokens: int) -> Place:
+    async def _place(self, worker_id: str, generation: str, cached_tokens: int) -> Place | None:
+        if not generation:
+            return None
         if generation not in self._infos:
             await self._read_infos(generation)
         if generation not in self._infos:

@@ -160,7 +160,7 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Route:
     """The workers of one request. `prefill` is None if the decode worker prefills the prompt itself; `holder` has
-    more of the prompt cached than the prefill worker, which should fetch that rather than compute it."""
+    more of the prompt cached than the worker that prefills, which should fetch that rather than compute it."""
 
     decode: Place
     prefill: Place | None
@@ -170,18 +170,21 @@ class Route:
     fallback: Fallback | None  # None: the route is what the policy asks for
 
     @classmethod
-    def of(cls, places: Sequence[Place], reservation_id: str, why: str, fallback: Fallback | None) -> Route:
-        """Makes a route. `places`: the decode worker, the prefill worker if it is another, the holder if there is one.
-
-        The route's reason names the path, the cached tokens and `why`.
-        """
-        decode, (prefill, holder) = places[0], [*places[1:], None, None][:2]
+    def of(
+        cls,
+        decode: Place,
+        prefill: Place | None,
+        holder: Place | None,
+        reservation_id: str,
+        why: str,
+        fallback: Fallback | None,
+    ) -> Route:
+        """Makes a route, whose reason names the path, the cached tokens and `why`."""
+        fetched = f", {holder.cached_tokens} to be had from {holder.info.worker_id}" if holder else ""
         if prefill is None:
-            reason = f"local prefill: {why}; {decode.cached_tokens} prompt tokens cached at decode"
+            reason = f"local prefill: {why}; {decode.cached_tokens} prompt tokens cached at decode{fetched}"
         else:
-            cached = f"{prefill.cached_tokens} prompt tokens cached there, {decode.cached_tokens} at decode"
-            if holder is not None:
-                cached += f", {holder.cached_tokens} to be had from {holder.info.worker_id}"
+            cached = f"{prefill.cached_tokens} prompt tokens cached there, {decode.cached_tokens} at decode{fetched}"
             reason = f"remote prefill: {cached}; {why}"
         return cls(decode, prefill, holder, reservation_id, reason, fallback)
 

@@ -46,22 +46,26 @@ class WorkResponse(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., reserved: _Optional[_Iterable[_Union[Reserved, _Mapping]]] = ..., prefilled: _Optional[_Iterable[_Union[Prefilled, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., released: _Optional[_Iterable[str]] = ..., num_sent: _Optional[int] = ..., pulse: _Optional[_Union[Pulse, _Mapping]] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("sequence", "local_prefill", "prefill_incarnation")
+    __slots__ = ("sequence", "local_prefill", "prefill_incarnation", "holder")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     sequence: SequenceSpec
     local_prefill: bool
     prefill_incarnation: str
-    def __init__(self, sequence: _Optional[_Union[SequenceSpec, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., prefill_incarnation: _Optional[str] = ...) -> None: ...
+    holder: CacheHolder
+    def __init__(self, sequence: _Optional[_Union[SequenceSpec, _Mapping]] = ..., local_prefill: _Optional[bool] = ..., prefill_incarnation: _Optional[str] = ..., holder: _Optional[_Union[CacheHolder, _Mapping]] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ("request_id", "ticket")
+    __slots__ = ("request_id", "ticket", "fetched_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     ticket: LandingTicket
-    def __init__(self, request_id: _Optional[str] = ..., ticket: _Optional[_Union[LandingTicket, _Mapping]] = ...) -> None: ...
+    fetched_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., ticket: _Optional[_Union[LandingTicket, _Mapping]] = ..., fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("sequence", "ticket", "holder")

@@ -60,7 +60,7 @@ class Decode:
         assert reservation is not None
         return reservation.transfer_id
 
-    def reserved(self, stream_id: str, request_id: str, reservation: Reservation | None) -> None:
+    def reserved(self, stream_id: str, request_id: str, reservation: Reservation | None, num_fetched: int) -> None:
         self.answers[request_id].set_result(reservation)
 
     async def released(self) -> None:

@@ -185,19 +185,29 @@ class Costs:
 
     def alone(self, d: LiveWorker) -> float:
         usual = self.usual
-        measured, uncached = d.load.prefill_tokens_per_s, max(self.uncached(d), 1)
-        token_s = 1 / measured if measured else usual
+        token_s = per(d.load.prefill_tokens_per_s) or usual
+        fetched, fetching_s = self.fetched(d, token_s)
+        uncached = max(self.uncached(d) - fetched, 1)
+        copied = 0.5 * BLOCK_SIZE * 16 * usual if fetched else 0.0
         waiting, paused = self.queue(d) * token_s, 1 + d.load.num_running + d.load.num_waiting
         step_s, target_s = self.step_s[d.info.worker_id], self.wanted.itl_target_s
         room_s = 0.9 * target_s - 2 * step_s
         if room_s > 0 and (paused > 1 or self.behind):
             slower = (step_s + room_s) / room_s
-            waiting *= slower
+            waiting = waiting * slower + fetching_s
             late = self.late(waiting + uncached * token_s * slower)
-            return waiting + uncached * (of_one(token_s, usual) * slower + 15 * usual) + late + self.writing(d)
+            return waiting + copied + uncached * (of_one(token_s, usual) * slower + 15 * usual) + late + self.writing(d)
         pause = waiting + uncached * token_s
-        late = self.late(pause)
-        return waiting + 16 * uncached * token_s + paused * pause**2 / step_s + late + self.writing(d)
+        late = self.late(pause + fetching_s)
+        return (
+            waiting
+            + fetching_s
+            + copied
+            + 16 * uncached * token_s
+            + paused * pause**2 / step_s
+            + late
+            + self.writing(d)
+        )
 
     def best(self, workers: list[LiveWorker]) -> float:
         """The cheapest allowed route's cost; infinite if there is none."""
@@ -216,10 +226,8 @@ class Costs:
     def fetches_best(self, route: Route) -> bool:
         """True if the route's worker that prefills fetches from where that saves most; from nowhere, if nowhere."""
         by_id = {worker.info.worker_id: worker for worker in self.workers}
-        if route.prefill is None:
-            return route.holder is None
-        reader = by_id[route.prefill.info.worker_id]
-        token_s = self.token_s[reader.info.worker_id]
+        reader = by_id[(route.prefill or route.decode).info.worker_id]
+        token_s = self.token_s.get(reader.info.worker_id) or per(reader.load.prefill_tokens_per_s) or self.usual
         tokens, seconds = self.fetched(reader, token_s)
         if route.holder is None:
             return tokens == 0

@@ -456,6 +456,24 @@ async def test_a_prefill_worker_fetches_from_the_best_holder_of_either_role(
         assert (await reserved(registry))["p0"] == (80 - route.holder.cached_tokens, 0)
 
 
+@pytest.mark.parametrize(("held", "holder"), [({"d1": 4}, "d1"), ({"p0": 4}, "p0"), ({"d0": 4, "d1": 4}, None)])
+async def test_a_decode_worker_that_prefills_fetches_from_either_role(
+    registry: Registry, held: dict[str, int], holder: str | None
+) -> None:
+    """Also where no prefill worker is live; others than d0 drain."""
+    for name, role in (("d0", Role.DECODE), ("d1", Role.DECODE), ("p0", Role.PREFILL)):
+        if name in held or name == "d0":
+            load = worker_load(draining=name != "d0", transfer_tokens_per_s=1e5, **FAST)
+            await registry.leases.heartbeat(worker_info(name, role), load, TTL)
+    for name, count in held.items():
+        await registry.leases.publish_blocks(name, f"{name}-first", HASHES[:count], [])
+    route = await select(registry, prefill="never", prompt_tokens=80, prefix=await known_prefix(registry, HASHES))
+    assert names(route) == (None, "d0")
+    assert (route.holder and route.holder.info.worker_id) == holder
+    assert (", 64 to be had from " in route.reason) == (holder is not None)
+    assert (await reserved(registry))["d0"] == (16, 6)
+
+
 async def auto(registry: Registry, held: dict[str, int], prefill: dict[str, Any], decode: dict[str, Any]) -> str:
     """The reason of a route for 64 tokens; p0 and d0 hold so many blocks of them and say so of themselves."""
     await register_pool(registry)

@@ -56,14 +56,14 @@ def played(
     return turns
 
 
-async def converse(cluster: SimulatedCluster, between: Callable[[int], None] = lambda turn: None) -> Turns:
+async def converse(cluster: SimulatedCluster, between: Callable[[int, Reply], None] = lambda *turn: None) -> Turns:
     random, turns = Random(1), Turns()
     tokens = tuple(random.choices(range(3, 4096), k=40))
     for turn in range(TURNS):
         prompt = Prompt(tokens, max_tokens=30)
         turns.append((prompt, await cluster.ask("g0", prompt)))
         tokens = (*tokens, *turns[-1][1].token_ids, *random.choices(range(3, 4096), k=SAID))
-        between(turn)
+        between(turn, turns[-1][1])
         await asyncio.sleep(0.1)
     return turns
 
@@ -78,7 +78,7 @@ def test_only_what_is_new_is_prefilled(store: RedisStore, model: ServedModel, de
 
 def test_a_holder_that_dies_costs_its_answers_alone(store: RedisStore, model: ServedModel, demo_model: Path) -> None:
     async def script(cluster: SimulatedCluster) -> Turns:
-        def kill(turn: int) -> None:
+        def kill(turn: int, reply: Reply) -> None:
             if turn == 3:
                 cluster.processes["d0"].kill()
                 cluster.start("d0")
@@ -89,3 +89,24 @@ def test_a_holder_that_dies_costs_its_answers_alone(store: RedisStore, model: Se
     computed = [len(prompt.token_ids) - reply.cached_tokens for prompt, reply in turns]
     assert 30 < computed[4] <= 30 + SAID + BLOCK
     assert max(computed[1:4] + computed[5:]) <= SAID + BLOCK
+
+
+def test_a_decode_worker_that_prefills_fetches_too(store: RedisStore, model: ServedModel, demo_model: Path) -> None:
+    """There is no prefill worker, and the worker that wrote the fourth turn takes nothing new."""
+
+    async def script(cluster: SimulatedCluster) -> Turns:
+        def refuse(turn: int, reply: Reply) -> None:
+            if turn == 3 and reply.path:
+                writer = cluster.workers[reply.path.decode_worker]
+                writer._leaving.set()
+                writer._lease.renew_now()
+
+        return await converse(cluster, refuse)
+
+    shape = replace(SHAPE, prefills=0, decodes=2, disaggregation=Disaggregation.PREFER)
+    turns = played(script, shape, store, model, demo_model)
+    for prompt, reply in turns[1:]:
+        assert len(prompt.token_ids) - reply.cached_tokens <= SAID + BLOCK
+    paths = [reply.path for _, reply in turns if reply.path]
+    assert paths[4].fetched_tokens
+    assert paths[4].fetched_from == paths[3].decode_worker != paths[4].decode_worker

@@ -193,10 +193,12 @@ class Attempt:
                 sequence=self._asked(decoding),
                 local_prefill=prefill is None,
                 prefill_incarnation=prefill.incarnation if prefill else "",
+                holder=None if prefill else self._holder(),
             )
             reply = decode.stream.reserve(reservation)
             self._reserving = True
             reserved: worker_pb2.Reserved = await mailbox.answered(reply)
+            self._note_fetched(reserved.fetched_tokens)
         return mailbox, reserved.ticket
 
     async def _prefill(self, prefill: WorkerConnection, ticket: worker_pb2.LandingTicket, mailbox: Mailbox) -> Tokens:
@@ -303,9 +305,12 @@ class Attempt:
         path.transfer_bytes += response.transfer_bytes
         path.transport = response.transport
         path.refused_transports.update(response.refused_transports)
-        path.fetched_tokens = response.fetched_tokens
-        if response.fetched_tokens and self._route and self._route.holder:
-            path.fetched_from = self._route.holder.info.worker_id
+        self._note_fetched(response.fetched_tokens)
+
+    def _note_fetched(self, num_tokens: int) -> None:
+        if num_tokens and self._route and self._route.holder:
+            self._choice.path.fetched_tokens = num_tokens
+            self._choice.path.fetched_from = self._route.holder.info.worker_id
 
     def _note_decoded(self, span: Span) -> None:
         mailbox, is_over = self._mailbox, self._choice.finish_reason or self._choice.text.finish_reason

@@ -71,13 +71,13 @@ class OfflineRouter:
             prefill, decode = min(
                 pairs, key=lambda pair: (_stuck(*pair), work(pair[0], OWN_WORK) + work(pair[1], _way(*pair)))
             )
-            return Route.of([place(decode), place(prefill)], "", reason, fallback)
+            return Route.of(place(decode), place(prefill), None, "", reason, fallback)
         if not self._may_be_local:
             raise Unavailable(
                 f"no linked prefill worker of model {self._model.name} in the last view", code="no_workers"
             )
         decode = min(decodes, key=lambda decode: (_stuck(decode), work(decode, OWN_WORK)))
-        return Route.of([place(decode)], "", f"no linked pair; {reason}", fallback)
+        return Route.of(place(decode), None, None, "", f"no linked pair; {reason}", fallback)
 
 
 def _places(route: Route) -> list[Place]:

@@ -6,7 +6,7 @@
 --   move p -> d  what d lacks / p's rate of moving so far: near (on one machine or in one NVLink domain), zone, far
 --   decode d     how full it is, in steps of its own duration; what the request adds, in steps of about the usual
 -- duration
---   alone on d   queue + own prefill on d, and the pauses that it causes to every sequence that runs there
+--   alone on d   queue + own prefill (or fetch) on d, and the pauses that it causes to every sequence that runs there
 --   late         by how much the first token would come later than the request's target
 --
 -- Reserved and reported amounts measure the same work. The former is earlier, the latter survives the loss of Redis's
@@ -309,24 +309,26 @@ local function weigh_decodes(rows, request, fastest)
 end
 
 -- Returns what a prefill on decode worker d itself adds to its cost. If d has not prefilled yet, it is assumed to be as
--- fast as prefill workers, in `usual` seconds a token. Prefill pauses each sequence that runs there, and this one once
+-- fast as prefill workers. Prefill pauses each sequence that runs there, and this one once
 -- it runs: a pause counts relative to a step's duration, as readers hardly notice a short pause, but a long one.
 -- With a target between tokens that leaves room beyond two steps, the engine prefills in that room: no pause is
 -- noticed, and prefill is slower by its share of a step. That also holds for prompts that wait there while nothing runs
 -- yet: after the first of them its answer runs. If nothing runs, this applies only if prefill workers are `behind`.
-local function prefill_alone(rows, d, request, usual, behind)
-  local at, values = (d - 1) * WIDTH, rows.values
+-- A fetch costs more than what counts as equal: a conversation stays where it is, rather than be copied at each turn.
+local function prefill_alone(rows, d, request, prefills, behind)
+  local at, values, usual = (d - 1) * WIDTH, rows.values, prefills.usual
   local token_s = values[at + TOKEN_S] > 0 and values[at + TOKEN_S] or usual
-  local queue, tokens = max(values[at + TOKENS], values[at + QUEUED]), max(rows.missing[d], 1)
-  local step_s = values[at + STEP_S]
+  local moved, moving_s = fetched(request, prefills, rows, at, (rows.hits[d] or 0) * request.block_size, token_s)
+  local queue, tokens = max(values[at + TOKENS], values[at + QUEUED]), max(rows.missing[d] - moved, 1)
+  local step_s, copied = values[at + STEP_S], moved > 0 and tolerance(prefills, request, OWN_WORK) or 0
   local room_s = PLANNED * request.itl_s - 2 * step_s
   if room_s > 0 and (values[at + SEQUENCES] > 0 or behind) then
     local slower = (step_s + room_s) / room_s
-    local waiting = queue * token_s * slower
-    return waiting + tokens * (of_one(token_s, usual) * slower + (OWN_WORK - 1) * usual)
+    local waiting = queue * token_s * slower + moving_s
+    return waiting + copied + tokens * (of_one(token_s, usual) * slower + (OWN_WORK - 1) * usual)
       + lateness(request, waiting + tokens * token_s * slower, usual)
   end
   local pause = (queue + tokens) * token_s
-  return (queue + OWN_WORK * tokens) * token_s + (1 + values[at + SEQUENCES]) * pause * pause / step_s
-    + lateness(request, pause, usual)
+  return (queue + OWN_WORK * tokens) * token_s + moving_s + copied + (1 + values[at + SEQUENCES]) * pause * pause / step_s
+    + lateness(request, pause + moving_s, usual)
 end

@@ -23,8 +23,8 @@
 --   generations that hold the adapter: 'generation generation …', else '-'; and the targets to the first token and
 --   between tokens (ms), 0 if none
 -- Returns the epoch; for each release the number of parts released; then for each request: {'ok', why, Fallback or '',
--- decode worker, its generation, its hit (tokens), the same three of the prefill worker if there is one, and of the worker
--- that it fetches from, if any}, {'none', reason}, {'too large', reason} or {'no link', reason}.
+-- decode worker, its generation, its hit (tokens), the same three of the prefill worker, and of the worker that is fetched
+-- from; each '', '', 0 if there is none}, {'none', reason}, {'too large', reason} or {'no link', reason}.
 local ARGUMENTS = 14
 local REFUSALS = {too_large = 'too large', no_proven_link = 'no link'}
 
@@ -164,7 +164,7 @@ local function best_alone(prefills, decodes, request, behind)
   local costs, least, best, slack = {}, huge, nil, tolerance(prefills, request, OWN_WORK)
   for d = 1, decodes.count do
     local writing = decodes.cost[d]
-    costs[d] = writing < least + slack and writing + prefill_alone(decodes, d, request, prefills.usual, behind) or huge
+    costs[d] = writing < least + slack and writing + prefill_alone(decodes, d, request, prefills, behind) or huge
     least = math.min(least, costs[d])
   end
   for d = 1, decodes.count do
@@ -207,12 +207,12 @@ local function choose(prefills, decodes, request)
   return pair, cheaper(pair, alone)
 end
 
--- Returns row i as a place in a route.
-local function place(rows, i, request)
+-- Returns row i as a place in a route. `hit`: the blocks that it holds; default the row's hit.
+local function place(rows, i, request, hit)
   local at, values = (i - 1) * WIDTH, rows.values
   return {
     id = who(rows, i), rows = rows, at = at, generation = string.format('%.0f', values[at + GENERATION]),
-    hit = (rows.hits[i] or 0) * request.block_size,
+    hit = (hit or rows.hits[i] or 0) * request.block_size,
   }
 end
 
@@ -271,21 +271,19 @@ function route(request, turn)
   if not best then return {REFUSALS[fallback] or 'none', why} end
   local decode = place(decodes, best.decode, request)
   local prefill = best.prefill and place(prefills, best.prefill, request)
-  local fetch = prefill and holder_for(request, prefills, prefills, best.prefill)
-  local holder = fetch and place(fetch.rows, fetch.row, request)
-  for _, part in ipairs({decode, prefill or nil, holder or nil}) do
+  local fetch = holder_for(request, prefills, prefill and prefills or decodes, best.prefill or best.decode)
+  local holder = fetch and place(fetch.rows, fetch.row, request, fetch.blocks)
+  for _, part in pairs({decode, prefill or nil, holder or nil}) do
     if not is_current(part) then return without(part, request, turn) end
   end
-  if holder then holder.hit = fetch.blocks * request.block_size end
   reserve(request, prefill or decode, decode, holder)
   note_chosen(decode, turn)
   if prefill then note_chosen(prefill, turn) end
   expect(request, (prefill or decode).generation, decode.generation)
-  local answer = {'ok', why, fallback or '', decode.id, decode.generation, decode.hit}
-  for _, part in ipairs({prefill or nil, holder or nil}) do
-    for _, said in ipairs({part.id, part.generation, part.hit}) do answer[#answer + 1] = said end
-  end
-  return answer
+  local none = {id = '', generation = '', hit = 0}
+  local from, by = holder or none, prefill or none
+  return {'ok', why, fallback or '', decode.id, decode.generation, decode.hit, by.id, by.generation, by.hit,
+    from.id, from.generation, from.hit}
 end
 
 if ARGV[2] ~= '0' then redis.call('ZADD', key('clients'), now + ARGV[2], ARGV[1]) end
