@@ -45,7 +45,8 @@ class Request:
 
     `choice_id` names the request in the crash page of any engine; "" takes the request id. A suspect, which may have
     killed an engine, computes alone until its answer has `alone_until` tokens. Requests that `begins_apart` begin one
-    at a time. `dimensions` asks for the prompt's embedding, 0 for all its numbers.
+    at a time. `dimensions` asks for the prompt's embedding, 0 for all its numbers. The blocks that it leaves
+    in the cache are the `tenant`'s.
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class Request:
     alone_until: int = 0
     begins_apart: bool = False
     dimensions: int | None = None
+    tenant: str = ""
 
 
 class SampledToken(NamedTuple):

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tandem.engine import BlockRemoved, BlockStored
-from tandem.engine.scheduling import BlockPool
+from tandem.engine.scheduling import BlockPool, block_owners
+from tandem.engine.scheduling.moving_blocks import MovingBlocks
 
 pytestmark = pytest.mark.fast
 
@@ -116,3 +117,62 @@ def test_integrity_names_what_is_wrong() -> None:
         pool.check_integrity([])
     with pytest.raises(AssertionError, match=f"block {taken[0]}: 1 references, 2 sequences hold it"):
         pool.check_integrity([taken, taken])
+
+
+def test_blocks_are_of_the_tenant_whose_root_they_follow_and_leave_with_it() -> None:
+    pool, other = BlockPool(6), b"other root"
+    pool.owners.enter(ROOT, "ann")
+    pool.owners.enter(other, "bob")
+    pool.owners.enter(other, "eve")
+    cached_chain(pool, A, B)
+    (held,) = pool.take(1) or []
+    pool.register(held, C, other)
+    (unknown,) = pool.take(1) or []
+    pool.register(unknown, D, b"a root of nobody")
+    pool.register_tail(unknown, b"tail")
+    pool.take_events()
+    assert [pool.owners.of(name) for name in (A, B, C, D)] == ["ann", "ann", "bob", None]
+    assert pool.counts() == {"ann": 2, "bob": 1, None: 1}
+    assert pool.drop("bob") == 2, "bob's, and the one that may be"
+    assert [bool(pool.match([name])) for name in (A, B, C, D)] == [True, True, False, False]
+    assert pool.match_tail(b"tail") is None
+    assert pool.take_events() == [BlockRemoved((C, D))]
+    pool.check_integrity([[held], [unknown]])
+    pool.release([held, unknown])
+    assert pool.drop(None) == 2
+    assert len(pool.owners) == 0
+    assert pool.num_free == 6
+    pool.check_integrity([])
+
+
+def test_what_is_known_of_owners_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_owners, "MAX_ROOTS", 2)
+    pool = BlockPool(2)
+    for number in range(5):
+        pool.owners.enter(bytes([number]), f"tenant {number}")
+        (block,) = pool.take(1) or []
+        pool.register(block, bytes([100 + number]), bytes([number]))
+        pool.release([block])
+    assert len(pool.owners) == 2
+    assert pool.owners.tenants() == {"tenant 3", "tenant 4"}
+
+
+def test_what_is_dropped_while_it_comes_does_not_land() -> None:
+    pool = BlockPool(6)
+    moving = MovingBlocks(pool, prefix_caching=True)
+    for root, tenant in ((ROOT, "ann"), (b"other", "bob")):
+        pool.owners.enter(root, tenant)
+    assert moving.expect("1", [ROOT, A, B], 0)
+    assert moving.expect("2", [b"other", C], 0)
+    assert moving.drop("ann") == 0
+    assert moving.coming() == {C}, "nobody waits for ann's"
+    moving.land("1", 0, 2)
+    moving.land("2", 0, 1)
+    assert [bool(pool.match([name])) for name in (A, B, C)] == [False, False, True]
+    pool.owners.hold_off("ann")
+    assert moving.expect("3", [ROOT, A], 0) is None
+    pool.owners.let_in("ann")
+    assert moving.expect("4", [ROOT, A], 0)
+    moving.land("4", 0, 1)
+    assert pool.match([A])
+    pool.check_integrity([])

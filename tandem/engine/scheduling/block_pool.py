@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from tandem.engine.scheduling.block_owners import BlockOwners
 from tandem.engine.scheduling.window_blocks import WindowBlocks
 from tandem.engine.types import BlockRemoved, BlockStored
 
@@ -27,6 +28,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, windows: WindowBlocks | None = None) -> None:
         """windows: the places of these blocks in layers with a window, where a model has such."""
         self.num_blocks, self.windows = num_blocks, windows
+        self.owners = BlockOwners()
         self.num_evicted = 0
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -121,6 +123,7 @@ class BlockPool:
             if known in self._free:
                 self._free.move_to_end(known, last=False)
         self._block_of[name], self._hash_of[block] = block, name
+        self.owners.stored(name, parent)
         if name in self._removed:
             del self._removed[name]
         else:
@@ -145,10 +148,30 @@ class BlockPool:
         if name is None:
             return
         del self._block_of[name]
+        self.owners.removed(name)
         if name in self._stored:
             del self._stored[name]
         else:
             self._removed[name] = None
+
+    def drop(self, tenant: str | None) -> int:
+        """Takes their names from a tenant's blocks, None: from all. Returns how many there were.
+
+        Blocks whose tenant is not known lose theirs too, and so do all tails, of which none is known.
+        """
+        names = [name for name in self._block_of if self.owners.is_owned(name, tenant)]
+        for name in names:
+            block = self._block_of[name]
+            self._forget(block)
+            if block in self._free:
+                self._free.move_to_end(block, last=False)
+        for block in list(self._tail_name_of):
+            self._forget_tail(block)
+        return len(names)
+
+    def counts(self) -> Counter[str | None]:
+        """Returns how many cached blocks each tenant has."""
+        return self.owners.counts(self._block_of)
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
         """Returns the changes since the last call. Only net changes are kept, so a slow reader costs bounded memory."""
@@ -176,5 +199,6 @@ class BlockPool:
         assert len(self._free) <= self.num_blocks, f"{len(self._free)} of {self.num_blocks} blocks are free"
         names = {name: block for block, name in self._hash_of.items()}
         assert names == self._block_of, "the prefix cache's two directions disagree"
+        assert len(self.owners) <= len(names), "blocks that are not cached have owners"
         tails = {name: block for block, name in self._tail_name_of.items()}
         assert tails == self._tail_of, "the tails' two directions disagree"

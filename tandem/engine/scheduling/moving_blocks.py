@@ -52,6 +52,8 @@ class MovingBlocks:
         self._coming: dict[str, dict[bytes, None]] = {}  # names of the new blocks, until given up
         self._held: dict[str, list[int]] = {}  # blocks held in windows, of each transfer
         self._places: dict[str, list[int]] = {}  # places in windows for what is to come, of each transfer
+        self._dropped: set[str] = set()  # transfers whose tenant's blocks were dropped since they began
+        self.owners, self.counts = pool.owners, pool.counts
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -102,14 +104,14 @@ class MovingBlocks:
         """Takes new blocks for the uncached part of `chain`, a root and the names after it. `is_whole`: layers with a
         window get all of these, not only a window's.
 
-        Returns None if all are cached, if another transfer brings the first new one, or if fewer than `spare` blocks
-        would stay free.
+        Returns None if all are cached, if another transfer brings the first new one, if fewer than `spare` blocks
+        would stay free, or if none of its tenant's may come.
         """
         cached = self._pool.match(chain[1:])
         new = chain[1 + len(cached) :]
         if not self._prefix_caching or not new or any(new[0] in names for names in self._coming.values()):
             return None
-        if not self._pool.has_room(len(new), cached, spare):
+        if self.owners.is_held_off(chain[0]) or not self._pool.has_room(len(new), cached, spare):
             return None
         if (places := self._new_places(transfer_id, len(new), spare, is_whole)) is None:
             return None
@@ -131,6 +133,8 @@ class MovingBlocks:
         """Makes the first `num_landed` new blocks, which arrived verified, findable; releases all of the transfer's."""
         chain, table = self._expected[transfer_id], self._tables[transfer_id]
         places, windows = self._places.pop(transfer_id, []), self._pool.windows
+        if transfer_id in self._dropped:
+            num_landed = 0
         if windows is not None:
             for i in range(max(0, num_landed - len(places)), num_landed):
                 windows.give(places[i % len(places)], table[num_cached + i])
@@ -140,6 +144,16 @@ class MovingBlocks:
             self._pool.register(table[i], chain[i + 1], chain[i])
         self.release(transfer_id)
 
+    def drop(self, tenant: str | None) -> int:
+        """Has nobody find a tenant's blocks again, None: anybody's, nor those that are still to land. Returns how many
+        were cached.
+        """
+        for transfer_id, chain in self._expected.items():
+            if self.owners.is_owned(chain[0], tenant):
+                self._dropped.add(transfer_id)
+                self.give_up(transfer_id)
+        return self._pool.drop(tenant)
+
     def give_up(self, transfer_id: str) -> None:
         """Ends the waiting of sequences for the transfer's blocks."""
         self._coming.pop(transfer_id, None)
@@ -147,6 +161,7 @@ class MovingBlocks:
     def release(self, transfer_id: str) -> None:
         self.give_up(transfer_id)
         self._expected.pop(transfer_id, None)
+        self._dropped.discard(transfer_id)
         if (windows := self._pool.windows) is not None:
             windows.drop(self._held.pop(transfer_id, ()))
             for place in self._places.pop(transfer_id, ()):

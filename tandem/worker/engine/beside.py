@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tandem.block_hash import block_hashes, root_hash
+from tandem.block_hash import block_hashes
 from tandem.engine import Engine, KVLayout, Request
-from tandem.worker.engine.port import Ended, EnginePort, Event
+from tandem.worker.engine.port import Ended, EnginePort, Event, root_of
 
 T = TypeVar("T")
 
 
 def block_chain(layout: KVLayout, request: Request) -> list[bytes]:
     """Returns the root hash and the prompt's full blocks' hashes. The last token is left out: it is always computed."""
-    root = root_hash(layout.model, layout.revision, request.lora.revision if request.lora else "", request.cache_salt)
+    root = root_of(layout, request)
     return [root, *block_hashes(root, request.token_ids[:-1], layout.block_size)]
 
 

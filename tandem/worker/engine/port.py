@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from tandem.adapters import AdapterRef
-from tandem.engine import AdapterStore, AdapterStoreFull, Engine, Request, SequenceOutput
+from tandem.block_hash import root_hash
+from tandem.engine import AdapterStore, AdapterStoreFull, Engine, KVLayout, Request, SequenceOutput
 from tandem.process import WorkThreads
 from tandem.worker.engine.fault_stack import own_fault_stack
 from tandem.worker.engine.rates import Rates
@@ -155,10 +156,12 @@ class EnginePort(ABC):
         return await asyncio.wrap_future(answer)
 
     async def prepare(self, request: Request, timeout_s: float) -> None:
-        """Compiles the request's grammar and reads its adapter beside the engine's steps, unless they are cached.
+        """Compiles the request's grammar and reads its adapter beside the engine's steps, unless they are cached; notes
+        whose its blocks will be.
 
         Raises SequenceFailed.
         """
+        self.engine.moving.owners.enter(root_of(self.engine.layout, request), request.tenant)
         try:
             async with asyncio.timeout(timeout_s):
                 if request.sampling.grammar:
@@ -216,6 +219,12 @@ class EnginePort(ABC):
             self.rates.step(prefilled, written, seconds)
             self.steps.add(prefilled + written, before.num_running, seconds)
         return self.stats != before
+
+
+def root_of(layout: KVLayout, request: Request) -> bytes:
+    """Returns what the names of the request's blocks begin with."""
+    adapter = request.lora.revision if request.lora else ""
+    return root_hash(layout.model, layout.revision, adapter, request.cache_salt)
 
 
 def _command(request_id: str, fn: Callable[[Engine], Sequence[Event]]) -> Command:

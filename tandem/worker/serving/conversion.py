@@ -32,6 +32,7 @@ def request_of(spec: worker_pb2.SequenceSpec) -> Request:
         sampling=SamplingParams.from_proto(spec.sampling),
         priority=spec.priority,
         cache_salt=spec.cache_salt,
+        tenant=spec.tenant,
         speculative=Speculative.from_proto(spec.speculative) if spec.HasField("speculative") else None,
         num_prior_tokens=spec.num_prior_tokens,
         lora=adapter_of(spec.adapter) if spec.HasField("adapter") else None,
