@@ -31,5 +31,9 @@ class WorkThreads:
         """Lets running work finish, and drops waiting work."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
+    def begin(self, fn: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Runs what nobody waits for, also where there is no event loop."""
+        self._executor.submit(fn, *args, **kwargs)
+
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._executor, partial(fn, *args, **kwargs))

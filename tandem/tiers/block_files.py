@@ -1,11 +1,12 @@
 """Blocks as files: one file per block, named by its chained hash, so that a look-up finds the right block or none.
 
     folder/<layout>-<n>/        of one process at a time, by `lock`; the next process of that layout takes it over
-        ab/cdef…                magic, version, layout, name, length, checksum; then the block's bytes of all layers
+        <owner>/ab/cdef…        magic, version, layout, name, owner, length, checksum; then its bytes of all layers
+        dropped-0/              what was an owner's, on its way out
 
 A file that is incomplete, or does not match its header or name, is removed and counts as a miss. Files appear by
-renaming, without fsync: the checksum finds a file that a power cut has torn. Beyond the budget the block of least worth
-is dropped. Used by one thread; `in` by any.
+renaming, without fsync: the checksum finds a file that a power cut has torn. Which blocks go, `KeptBlocks` decides; an
+owner's go all at once, by renaming their folder. Used by one thread; `in` and `counts` by any.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -23,11 +24,12 @@ import structlog
 from xxhash import xxh3_64_intdigest
 
 from tandem.block_hash import HASH_BYTES
-from tandem.tiers.worth import Worth
+from tandem.process import WorkThreads
+from tandem.tiers.kept import ALL_ALIKE, OWNER_BYTES, KeepRules, KeptBlock, KeptBlocks
 
-MAGIC, VERSION = b"TANDEMKV", 1
-HEADER = Struct("<8sII16s16sQQ")  # magic, version, 0, layout, name, length, checksum
-LOCK, PART = "lock", "part"
+MAGIC, VERSION = b"TANDEMKV", 2
+HEADER = Struct("<8sII16s16s8sQQ")  # magic, version, 0, layout, name, owner, length, checksum
+LOCK, PART, DROPPED = "lock", "part", "dropped-"
 # A folder that no process has used for so long is removed, as its model or worker will not come back.
 KEEP_S = 7 * 24 * 3600.0
 log = structlog.get_logger(__name__)
@@ -41,48 +43,59 @@ class BlockFiles:
         ValueError: the budget is less than one block.
     """
 
-    def __init__(self, folder: Path, layout_hash: str, *, block_bytes: int, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layout_hash: str,
+        *,
+        block_bytes: int,
+        budget_bytes: int,
+        rules: KeepRules = ALL_ALIKE,
+    ) -> None:
         self._layout, self._block_bytes = bytes.fromhex(layout_hash), block_bytes
-        most = budget_bytes // (HEADER.size + block_bytes)
-        if not most:
+        self.block_bytes = HEADER.size + block_bytes
+        self.size = budget_bytes // self.block_bytes
+        if not self.size:
             raise ValueError(f"kv_disk: {budget_bytes} bytes are less than one block of {block_bytes}")
         self.num_damaged = 0
         self._used_at = 0  # the last time stamp given, in ns since 1970
+        self._shared_folder = folder
         self._lock, self._folder = _claim(folder, layout_hash)
-        self._held = Worth(most)
+        self._deleting = WorkThreads("kv-drop", 1)
+        self._kept = KeptBlocks(self.size, rules)
         self._take_over()
 
-    @property
-    def size(self) -> int:
-        return self._held.size
-
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._kept)
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._held)
+        return iter(self._kept)
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._held
+        return name in self._kept
 
-    def write(self, name: bytes, block: memoryview) -> None:
+    @property
+    def counts(self) -> Mapping[bytes, int]:
+        """Returns how many blocks each owner has."""
+        return self._kept.counts
+
+    def write(self, name: bytes, owner: bytes, block: memoryview) -> None:
         """Keeps a block, of `block_bytes` bytes.
 
         Raises:
             OSError: the block was not kept.
         """
-        while self._held.is_full and name not in self._held:
-            self._unlink(self._held.pop())
-        path, part = self._path(name), self._folder / PART
-        header = HEADER.pack(MAGIC, VERSION, 0, self._layout, name, len(block), xxh3_64_intdigest(block))
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._unlink(self._kept.make_room(name, owner))
+        path, part = self._path(KeptBlock(owner, name)), self._folder / PART
+        header = HEADER.pack(MAGIC, VERSION, 0, self._layout, name, owner, len(block), xxh3_64_intdigest(block))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as file:
             written = os.writev(file.fileno(), [header, block])
         if written != len(header) + len(block):  # a full disk writes a part, and fails only the next time
             raise OSError(f"{written} bytes of {len(header) + len(block)} were written")
         self._stamp(part)
         part.replace(path)
-        self._held.use(name)
+        self._kept.use(name, owner)
 
     def read(self, name: bytes, block: memoryview) -> bool:
         """Fills `block`. Returns False, with undefined content, if there is no such block.
@@ -90,30 +103,56 @@ class BlockFiles:
         Raises:
             OSError: the disk fails.
         """
-        path, header = self._path(name), bytearray(HEADER.size)
+        if name not in self._kept or (owner := self._kept.owner(name)) is None:
+            return False
+        path, header = self._path(KeptBlock(owner, name)), bytearray(HEADER.size)
         try:
             with path.open("rb", buffering=0) as file:
                 num_read = os.readv(file.fileno(), [header, block, bytearray(1)])
         except FileNotFoundError:
-            self._held.discard(name)
+            self._kept.discard(name)
             return False
-        wanted = (MAGIC, VERSION, 0, self._layout, name, len(block), xxh3_64_intdigest(block))
+        wanted = (MAGIC, VERSION, 0, self._layout, name, owner, len(block), xxh3_64_intdigest(block))
         if num_read != HEADER.size + len(block) or HEADER.unpack(header) != wanted:
-            self.num_damaged += 1
-            log.warning("a KV block on disk is damaged, and is removed", file=str(path))
-            self._remove(name)
+            self._kept.discard(name)
+            self._remove_damaged(path)
             return False
         return True
 
     def touch(self, names: Iterable[bytes]) -> None:
         """Marks blocks as used, the last one most recently. The mark outlives the process."""
         for name in names:
-            if name in self._held:
-                self._held.use(name)
+            if name in self._kept and (owner := self._kept.owner(name)) is not None:
+                self._kept.use(name, owner)
                 with suppress(FileNotFoundError):
-                    self._stamp(self._path(name))
+                    self._stamp(self._path(KeptBlock(owner, name)))
+
+    def expire(self, most: int) -> int:
+        """Drops up to `most` blocks that nobody has used for long. Returns how many it has dropped."""
+        gone = self._kept.expire(most)
+        self._unlink(gone)
+        return len(gone)
+
+    def drop(self, owner: bytes | None) -> int:
+        """Drops an owner's blocks; None: all. Returns how many there were. None of them is read again, nor by another
+        process, as their folder has another name now, here and where no process is at work; the files go later.
+
+        Raises:
+            OSError: some could not be dropped.
+        """
+        gone = self._kept.drop(owner)
+        for folder in self._folders():
+            for path in _folders_in(folder):
+                if path.name == owner.hex() if owner is not None else not path.name.startswith(DROPPED):
+                    self._delete(path)
+        return len(gone)
+
+    def pin(self, owner: bytes, until: float) -> None:
+        """Has an owner's blocks go by nobody else's pressure, until a time, in seconds since 1970."""
+        self._kept.pin(owner, until)
 
     def close(self) -> None:
+        self._deleting.close()
         if self._lock >= 0:
             os.utime(self._lock)
             os.close(self._lock)
@@ -128,29 +167,53 @@ class BlockFiles:
             os.utime(path, ns=(used_at, used_at))
         self._used_at = used_at
 
-    def _remove(self, name: bytes) -> None:
-        self._held.discard(name)
-        self._unlink(name)
+    def _unlink(self, gone: Iterable[KeptBlock]) -> None:
+        for block in gone:
+            self._path(block).unlink(missing_ok=True)
 
-    def _unlink(self, name: bytes) -> None:
-        self._path(name).unlink(missing_ok=True)
+    def _remove_damaged(self, path: Path) -> None:
+        self.num_damaged += 1
+        log.warning("a KV block on disk is damaged, and is removed", file=str(path))
+        path.unlink(missing_ok=True)
 
-    def _path(self, name: bytes) -> Path:
-        return self._folder / name[:1].hex() / name[1:].hex()
+    def _path(self, block: KeptBlock) -> Path:
+        return self._folder / block.owner.hex() / block.name[:1].hex() / block.name[1:].hex()
+
+    def _folders(self) -> Iterator[Path]:
+        """Yields this process's folder, and those that no process uses, while it holds their locks."""
+        yield self._folder
+        for other in self._shared_folder.iterdir():
+            if (other / LOCK).exists() and (lock := _locked(other)) is not None:
+                yield other
+                os.close(lock)
+
+    def _delete(self, path: Path) -> None:
+        """Gives a folder another name at once, and deletes it on a thread of its own."""
+        dropped = next(new for number in count() if not (new := path.parent / f"{DROPPED}{number}").exists())
+        path.rename(dropped)
+        self._deleting.begin(shutil.rmtree, dropped, ignore_errors=True)
 
     def _take_over(self) -> None:
         """Indexes the blocks that the last process left."""
-        found = []
-        for path in _files(self._folder):
-            stat = path.stat()
-            if (name := _name_of(path)) and stat.st_size == HEADER.size + self._block_bytes:
-                found.append((stat.st_mtime_ns, name))
-            else:
-                path.unlink()
-        for _, name in sorted(found):
-            if self._held.is_full:
-                self._unlink(self._held.pop())
-            self._held.use(name)
+        found: list[tuple[int, KeptBlock]] = []
+        folders = _folders_in(self._folder)
+        others = [path for path in folders if _bytes_of(path.name, OWNER_BYTES) is None]
+        if any(not path.name.startswith(DROPPED) for path in others):
+            log.warning("KV blocks on disk are of an older version, and are removed", folder=str(self._folder))
+        for folder in others:
+            self._delete(folder)
+        for folder in folders:
+            if (owner := _bytes_of(folder.name, OWNER_BYTES)) is None:
+                continue
+            for path in _files(folder):
+                stat, name = path.stat(), _bytes_of(path.parent.name + path.name, HASH_BYTES)
+                if name is None or stat.st_size != self.block_bytes:
+                    self._remove_damaged(path)
+                else:
+                    found.append((stat.st_mtime_ns, KeptBlock(owner, name)))
+        for used_at, block in sorted(found):
+            self._unlink(self._kept.make_room(block.name, block.owner))
+            self._kept.use(block.name, block.owner, used_at / 1e9)
 
 
 def _claim(folder: Path, layout_hash: str) -> tuple[int, Path]:
@@ -185,14 +248,17 @@ def _locked(folder: Path) -> int | None:
     return None
 
 
+def _folders_in(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+
+
 def _files(folder: Path) -> Iterator[Path]:
-    for part in folder.iterdir():
-        if part.is_dir() and not part.is_symlink():
-            yield from (path for path in part.iterdir() if path.is_file())
+    for part in _folders_in(folder):
+        yield from (path for path in part.iterdir() if path.is_file())
 
 
-def _name_of(path: Path) -> bytes | None:
+def _bytes_of(digits: str, length: int) -> bytes | None:
     with suppress(ValueError):
-        name = bytes.fromhex(path.parent.name + path.name)
-        return name if len(name) == HASH_BYTES else None
+        found = bytes.fromhex(digits)
+        return found if len(found) == length else None
     return None

@@ -1,15 +1,15 @@
-"""Blocks in host memory, by name; beyond the budget the block of least worth is dropped.
+"""Blocks in host memory, by name and owner; beyond the budget the block of least worth is dropped.
 
-Used by one thread; `in` by any.
+Used by one thread; `in` and `counts` by any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from tandem.tiers.worth import Worth
+from tandem.tiers.kept import ALL_ALIKE, KeepRules, KeptBlock, KeptBlocks
 
 
 class HostBlocks:
@@ -22,17 +22,20 @@ class HostBlocks:
 
     num_damaged = 0
 
-    def __init__(self, *, block_bytes: int, budget_bytes: int) -> None:
-        num_blocks = budget_bytes // block_bytes
-        if not num_blocks:
+    def __init__(
+        self,
+        *,
+        block_bytes: int,
+        budget_bytes: int,
+        rules: KeepRules = ALL_ALIKE,
+    ) -> None:
+        self.size, self.block_bytes = budget_bytes // block_bytes, block_bytes
+        if not self.size:
             raise ValueError(f"kv_host: {budget_bytes} bytes are less than one block of {block_bytes}")
-        self._blocks = np.empty((num_blocks, block_bytes), np.uint8)
+        self._blocks = np.empty((self.size, block_bytes), np.uint8)
         self._slots: dict[bytes, int] = {}
-        self._worth = Worth(num_blocks)
-
-    @property
-    def size(self) -> int:
-        return self._worth.size
+        self._free: list[int] = []
+        self._kept = KeptBlocks(self.size, rules)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -41,30 +44,54 @@ class HostBlocks:
         return iter(self._slots)
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._slots
+        return name in self._kept
 
-    def write(self, name: bytes, block: memoryview) -> None:
+    @property
+    def counts(self) -> Mapping[bytes, int]:
+        """Returns how many blocks each owner has."""
+        return self._kept.counts
+
+    def write(self, name: bytes, owner: bytes, block: memoryview) -> None:
         """Keeps a block, of `block_bytes` bytes."""
+        self._remove(self._kept.make_room(name, owner))
         slot = self._slots.get(name)
         if slot is None:
-            slot = self._slots.pop(self._worth.pop()) if self._worth.is_full else len(self._slots)
+            slot = self._free.pop() if self._free else len(self._slots)
         self._blocks[slot] = np.frombuffer(block, np.uint8)
         self._slots[name] = slot
-        self._worth.use(name)
+        self._kept.use(name, owner)
 
     def read(self, name: bytes, block: memoryview) -> bool:
         """Fills `block`. Returns False if there is no such block."""
-        slot = self._slots.get(name)
-        if slot is None:
+        if name not in self._kept:
             return False
-        np.copyto(np.frombuffer(block, np.uint8), self._blocks[slot])
+        np.copyto(np.frombuffer(block, np.uint8), self._blocks[self._slots[name]])
         return True
 
     def touch(self, names: Iterable[bytes]) -> None:
         """Marks blocks as used, the last one most recently."""
         for name in names:
-            if name in self._slots:
-                self._worth.use(name)
+            if name in self._kept and (owner := self._kept.owner(name)) is not None:
+                self._kept.use(name, owner)
+
+    def expire(self, most: int) -> int:
+        """Drops up to `most` blocks that nobody has used for long. Returns how many it has dropped."""
+        gone = self._kept.expire(most)
+        self._remove(gone)
+        return len(gone)
+
+    def drop(self, owner: bytes | None) -> int:
+        """Drops an owner's blocks; None: all. Returns how many there were."""
+        gone = self._kept.drop(owner)
+        self._remove(gone)
+        return len(gone)
+
+    def pin(self, owner: bytes, until: float) -> None:
+        """Has an owner's blocks go by nobody else's pressure, until a time, in seconds since 1970."""
+        self._kept.pin(owner, until)
 
     def close(self) -> None:
         self._slots.clear()
+
+    def _remove(self, gone: Iterable[KeptBlock]) -> None:
+        self._free += [self._slots.pop(block.name) for block in gone]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import structlog
 
@@ -13,25 +13,33 @@ from tandem.process import WorkThreads
 
 # The longest wait for work of at most 8 MiB; after it the tier counts as not answering.
 ANSWER_S, PAUSE_S = 1.0, 30.0
+# The most expired blocks that go at a time.
+EXPIRED_AT_ONCE = 256
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
 class BlockStore(Protocol):
-    """A store of blocks by name, used by one thread; `in` and `len` by any."""
+    """A store of up to `size` blocks by name and owner, used by one thread; `in`, `len` and `counts` by any.
+
+    `block_bytes`: what one of them takes.
+    """
 
     num_damaged: int
-
-    @property
-    def size(self) -> int:
-        """The most blocks that it can keep."""
+    size: int
+    block_bytes: int
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[bytes]: ...
     def __contains__(self, name: bytes) -> bool: ...
-    def write(self, name: bytes, block: memoryview) -> None: ...
+    @property
+    def counts(self) -> Mapping[bytes, int]: ...
+    def write(self, name: bytes, owner: bytes, block: memoryview) -> None: ...
     def read(self, name: bytes, block: memoryview) -> bool: ...
     def touch(self, names: Iterable[bytes]) -> None: ...
+    def expire(self, most: int) -> int: ...
+    def drop(self, owner: bytes | None) -> int: ...
+    def pin(self, owner: bytes, until: float) -> None: ...
     def close(self) -> None: ...
 
 
@@ -44,6 +52,23 @@ class TierStats:
     restored: int = 0
     damaged: int = 0
     up: int = 0
+
+
+class OwnedBlock(NamedTuple):
+    """A block to write."""
+
+    name: bytes
+    owner: bytes
+    row: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class TierHolds:
+    """A tier's blocks by owner, the size of one, and how many there may be."""
+
+    counts: Mapping[bytes, int]
+    block_bytes: int
+    most: int
 
 
 class KVTier:
@@ -73,11 +98,15 @@ class KVTier:
         """Returns the names of its blocks, while nothing is written or read."""
         return iter(self._store)
 
+    @property
+    def holds(self) -> TierHolds:
+        return TierHolds(self._store.counts, self._store.block_bytes, self._store.size)
+
     def lacks(self, block: bytes) -> bool:
         """True if the block should be written to the tier."""
         return self._is_up and block not in self._store
 
-    async def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> None:
+    async def write(self, blocks: Sequence[OwnedBlock]) -> None:
         """Writes blocks in reverse order, so that a full tier drops the end of a chain before its beginning."""
         self._num_written += await self._ask(lambda: self._write(blocks)) or 0
 
@@ -89,13 +118,28 @@ class KVTier:
         """Marks blocks as used, the last one most recently."""
         await self._ask(lambda: self._store.touch(names))
 
+    async def expire(self) -> bool:
+        """Drops some of the blocks that nobody has used for long. Returns True if there may be more."""
+        return await self._ask(lambda: self._store.expire(EXPIRED_AT_ONCE)) == EXPIRED_AT_ONCE
+
+    def drop(self, owner: bytes | None) -> asyncio.Future[int]:
+        """Drops an owner's blocks; None: all; behind what was asked before, also while the tier is not used.
+
+        Returns how many there were, or OSError: some may be left.
+        """
+        return self._thread.run(self._store.drop, owner)
+
+    async def pin(self, owner: bytes, until: float) -> None:
+        """Has an owner's blocks go by nobody else's pressure, until a time, in seconds since 1970."""
+        await self._thread.run(self._store.pin, owner, until)
+
     def close(self) -> None:
         self._thread.close()
         self._store.close()
 
-    def _write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
-        for name, row in reversed(blocks):
-            self._store.write(name, row)
+    def _write(self, blocks: Sequence[OwnedBlock]) -> int:
+        for block in reversed(blocks):
+            self._store.write(*block)
         return len(blocks)
 
     def _read(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:

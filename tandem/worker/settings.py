@@ -72,6 +72,12 @@ class WorkerSettings(RequestSettings, MetricsSettings):
     kv_disk_folder: Path = Field(
         Path("~/.cache/tandem/kv"), description="folder for them: prompts can be guessed from it, as from memory"
     )
+    kv_tenant_share: float = Field(
+        1.0, gt=0, le=1, description="the part of each of these that one tenant may fill, before its own blocks go"
+    )
+    kv_ttl_s: float = Field(
+        0.0, ge=0, description="blocks in them that nobody has used for so many seconds go; 0: none for that"
+    )
     block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
     max_num_batched_tokens: int | None = Field(
         None, ge=1, description="token budget of one engine step (default: 512; on GPUs 8192 from 70 GiB on, else 2048)"

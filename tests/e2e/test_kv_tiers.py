@@ -29,7 +29,7 @@ def test_a_cluster_that_starts_again_finds_its_cache(tmp_path: Path, demo_model:
     with running_cluster(tmp_path, *options, env=disk) as cluster:
         first, cached = answered(cluster.http)
         assert cached == 0
-        eventually(lambda: len(list(tmp_path.glob("kv/*/??/*"))) >= 24, BOUND_S, "its blocks are on disk")
+        eventually(lambda: len(list(tmp_path.glob("kv/*/*/??/*"))) >= 24, BOUND_S, "its blocks are on disk")
     with running_cluster(tmp_path, *options, env=disk) as cluster:
         assert answered(cluster.http) == (first, CACHED)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tandem.engine import KVLayout
 from tandem.tiers import BlockFiles
 from tandem.tiers.block_files import HEADER
+from tandem.tiers.kept import KeptBlock
 
 # What becomes of an operation: "" or one of the kinds of faults.
 Strike = Callable[[], str]
@@ -20,15 +21,11 @@ class SimulatedDisk:
         block_bytes = layout.block_bytes * layout.num_layers
         budget_bytes = num_blocks * (HEADER.size + block_bytes)
         self._files = BlockFiles(folder, layout.hash, block_bytes=block_bytes, budget_bytes=budget_bytes)
-        self._strike = strike
+        self._strike, self.size, self.block_bytes = strike, num_blocks, self._files.block_bytes
 
     @property
     def num_damaged(self) -> int:
         return self._files.num_damaged
-
-    @property
-    def size(self) -> int:
-        return self._files.size
 
     def __len__(self) -> int:
         return len(self._files)
@@ -39,26 +36,40 @@ class SimulatedDisk:
     def __contains__(self, name: bytes) -> bool:
         return name in self._files
 
-    def write(self, name: bytes, block: memoryview) -> None:
-        self._struck(name)
-        self._files.write(name, block)
+    @property
+    def counts(self) -> Mapping[bytes, int]:
+        return self._files.counts
+
+    def write(self, name: bytes, owner: bytes, block: memoryview) -> None:
+        self._struck(name, owner)
+        self._files.write(name, owner, block)
 
     def read(self, name: bytes, block: memoryview) -> bool:
-        self._struck(name)
+        if owner := self._files._kept.owner(name):
+            self._struck(name, owner)
         return self._files.read(name, block)
 
     def touch(self, names: Iterable[bytes]) -> None:
         self._files.touch(names)
 
+    def expire(self, most: int) -> int:
+        return self._files.expire(most)
+
+    def drop(self, owner: bytes | None) -> int:
+        return self._files.drop(owner)
+
+    def pin(self, owner: bytes, until: float) -> None:
+        self._files.pin(owner, until)
+
     def close(self) -> None:
         self._files.close()
 
-    def _struck(self, name: bytes) -> None:
+    def _struck(self, name: bytes, owner: bytes) -> None:
         """
         Raises:
             OSError: the disk fails.
         """
-        kind, path = self._strike(), self._files._path(name)
+        kind, path = self._strike(), self._files._path(KeptBlock(owner, name))
         if kind == "disk-fail":
             raise OSError("the disk fails")
         if kind == "disk-lose":

@@ -68,7 +68,7 @@ def test_the_least_worth_goes_whatever_came_before(size: int, numbers: list[int]
 def test_host_memory_keeps_each_block_in_a_slot_of_its_own() -> None:
     blocks = HostBlocks(block_bytes=8, budget_bytes=3 * 8)
     for number in (1, 2, 1, 3, 4, 2, 5, 1):
-        blocks.write(name_of(number), memoryview(bytes([number] * 8)))
+        blocks.write(name_of(number), b"owner", memoryview(bytes([number] * 8)))
     held = [number for number in range(1, 6) if name_of(number) in blocks]
     assert len(held) == len(blocks) == 3
     for number in held:

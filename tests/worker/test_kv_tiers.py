@@ -58,6 +58,7 @@ class TieredWorker:
     async def answer(self, prompt: list[int], salt: str = "") -> tuple[int, list[int]]:
         """Cached tokens, and the answer's."""
         request = self.request(prompt, salt)
+        await self.engine.prepare(request, BOUND_S)
         await self.tiers.restore(request, BOUND_S)
         await self.engine.call(lambda engine: engine.add(request))
         outputs = self.outputs.setdefault(request.request_id, [])
@@ -68,7 +69,7 @@ class TieredWorker:
         return outputs[-1].num_cached_tokens, [token.token_id for output in outputs for token in output.tokens]
 
     def request(self, prompt: list[int], salt: str = "") -> Request:
-        return Request(uuid4().hex, prompt, SamplingParams(max_tokens=4, temperature=0), cache_salt=salt)
+        return Request(uuid4().hex, prompt, SamplingParams(max_tokens=4, temperature=0), cache_salt=salt, tenant=salt)
 
     async def written(self, num_blocks: int) -> None:
         await self.noted()
@@ -126,7 +127,7 @@ def a_worker(tmp_path: Path, demo_model: Path) -> Opened:
 
 
 def damage(folder: Path, name: bytes) -> None:
-    path = next(folder.glob(f"*/{name[:1].hex()}/{name[1:].hex()}"))
+    path = next(folder.glob(f"*/*/{name[:1].hex()}/{name[1:].hex()}"))
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1
     path.write_bytes(damaged)
@@ -166,7 +167,7 @@ async def test_the_quickest_tier_that_has_a_block_restores_it(a_worker: Opened, 
 
 
 async def test_a_disk_that_fails_takes_nothing_from_the_host(a_worker: Opened) -> None:
-    def failing(name: bytes, block: memoryview) -> None:
+    def failing(name: bytes, owner: bytes, block: memoryview) -> None:
         raise OSError(28, "No space left on device")
 
     async with a_worker(on_host=8) as worker:

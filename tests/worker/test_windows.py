@@ -85,6 +85,7 @@ async def test_blocks_come_back_from_a_tier_with_their_windows(workers: list[Cac
     new_id = map(str, count()).__next__
     tiers = KVTiers(one.engine, [host], new_id)
     writing = asyncio.create_task(tiers.run())
+    await one.engine.prepare(request(PROMPT), LONG_S)
     expected, _ = await said(one, PROMPT)
     chain = fetching.block_chain(layout, request(PROMPT))
     tiers.stored(chain[1:])

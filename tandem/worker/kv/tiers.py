@@ -3,6 +3,9 @@
     cached ──> queue ──> pinned, copied to memory ──> each tier that lacks it         (run)
     a tier ──> copy in memory ──> copied into new blocks ──> cached                   (restore)
 
+What `drop` drops is not brought back by what was under way: blocks that were lent before it are not written, and what
+was read before it does not land.
+
 The engine takes no part: blocks are pinned only for copies in memory, never while a tier reads or writes. A block comes
 from the first tier that has it, and only if that is at least as fast as computing it, by recently measured rates.
 """
@@ -11,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -22,7 +26,7 @@ from torch import Tensor
 from tandem.catalogue.spans import TRUNCATED
 from tandem.engine import Engine, ExpectedBlocks, LentBlocks, Request
 from tandem.process import WorkThreads
-from tandem.tiers import KVTier, TierStats
+from tandem.tiers import KVTier, OwnedBlock, TierHolds, TierStats, owner_of
 from tandem.worker.engine import EnginePort, Line, at_once, block_chain, land, release
 
 # The bytes that are read, or copied to be written, at a time.
@@ -34,6 +38,8 @@ MAX_USED = 256
 # One in so many restores that seem slower than computing is made all the same, as the tier may be faster by now.
 TRY_EVERY = 16
 MOST_COUNTED = 2**31 - 1
+# The interval at which blocks that nobody has used for long are looked for.
+EXPIRE_EVERY_S = 5.0
 tracer = trace.get_tracer("tandem.worker")
 
 
@@ -63,10 +69,15 @@ class KVTiers:
         self._woken = asyncio.Event()
         self._speeds = {tier.name: Line() for tier in tiers}  # restored tokens per second
         self._skipped = 0
+        self._num_drops = 0
 
     @property
     def stats(self) -> dict[str, TierStats]:
         return {tier.name: tier.stats for tier in self._tiers}
+
+    @property
+    def holds(self) -> dict[str, TierHolds]:
+        return {tier.name: tier.holds for tier in self._tiers}
 
     def stored(self, names: Iterable[bytes]) -> None:
         """Queues newly cached blocks, by name, to be written."""
@@ -78,8 +89,13 @@ class KVTiers:
     async def run(self) -> None:
         """Writes the queued blocks, and reports used blocks to the tiers, until cancelled."""
         while True:
-            await self._woken.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EXPIRE_EVERY_S):
+                    await self._woken.wait()
             self._woken.clear()
+            for tier in self._tiers:
+                if await tier.expire():
+                    self._woken.set()
             while self._used:
                 chain = self._used.popleft()
                 for tier in self._tiers:
@@ -115,6 +131,7 @@ class KVTiers:
             return 0
         self._used.append(chain)
         self._woken.set()
+        drops = self._num_drops
         first = await at_once(self._engine, self._new_id(), lambda engine: engine.moving.num_cached(chain[1:]))
         stretches = [*takewhile(self._is_quicker, self._stretches(chain, first))]
         if not stretches:
@@ -125,7 +142,7 @@ class KVTiers:
                 started = now()
                 if started >= until:
                     break
-                reached = stretch.first + (num_restored := await self._restore(chain, stretch))
+                reached = stretch.first + (num_restored := await self._restore(chain, stretch, drops))
                 if num_restored < len(stretch):
                     break
                 self._speeds[stretch.tier.name].add(len(stretch) * self._layout.block_size, now() - started)
@@ -134,6 +151,23 @@ class KVTiers:
             if reached < stretches[-1].end:
                 span.set_attribute(TRUNCATED, True)
         return (reached - first) * self._layout.block_size
+
+    async def drop(self, owner: bytes | None) -> Mapping[str, int]:
+        """Drops an owner's blocks from all tiers; None: all; after the engine has dropped its own, so that none is lent
+        again. Returns how many each had.
+
+        Raises:
+            OSError: some may be left.
+        """
+        self._num_drops += 1
+        dropped = {tier.name: tier.drop(owner) for tier in self._tiers}  # all begin now, behind what was under way
+        await asyncio.wait(dropped.values())
+        return {name: done.result() for name, done in dropped.items()}
+
+    async def pin(self, owner: bytes, until: float) -> None:
+        """Has an owner's blocks go by nobody else's pressure, until a time, in seconds since 1970."""
+        for tier in self._tiers:
+            await tier.pin(owner, until)
 
     def close(self) -> None:
         self._copies.close()
@@ -157,15 +191,17 @@ class KVTiers:
         if stretch is not None:
             yield stretch
 
-    async def _restore(self, chain: Sequence[bytes], stretch: Stretch) -> int:
-        """Restores a stretch. Returns the number of its blocks that are cached now."""
+    async def _restore(self, chain: Sequence[bytes], stretch: Stretch, drops: int) -> int:
+        """Restores a stretch, unless there was a drop since `drops`. Returns how many of its blocks are cached now."""
         names, name = chain[1 + stretch.first : 1 + stretch.end], self._new_id()
         staged = self._staging(len(names))
         staged = staged[: await stretch.tier.read(list(zip(names, _rows(staged), strict=True)))]
         if not len(staged):
             return 0
         chain = chain[: 1 + stretch.first + len(staged)]
-        room = await at_once(self._engine, name, lambda engine: _expect(engine, name, chain))
+        room = await at_once(
+            self._engine, name, lambda engine: None if drops != self._num_drops else _expect(engine, name, chain)
+        )
         if room is None:
             return 0
         num_cached, blocks, places = room
@@ -183,8 +219,8 @@ class KVTiers:
     async def _write(self, names: Sequence[bytes]) -> None:
         if not names:
             return
-        name = self._new_id()
-        names, lent = await at_once(self._engine, name, lambda engine: engine.moving.lend_each(name, names))
+        name, drops = self._new_id(), self._num_drops
+        names, lent, tenants = await at_once(self._engine, name, lambda engine: _lend(engine, name, names))
         if not names:
             release(self._engine, name)
             return
@@ -192,9 +228,17 @@ class KVTiers:
         copied = self._copies.run(_copy_out, self._engine.engine, lent, staged)
         copied.add_done_callback(lambda done: release(self._engine, name))
         await asyncio.shield(copied)
-        blocks = list(zip(names, _rows(staged), strict=True))
+        owners = [None if tenant is None else owner_of(tenant) for tenant in tenants]
+        blocks = [
+            OwnedBlock(block, owner, row)
+            for block, owner, row in zip(names, owners, _rows(staged), strict=True)
+            if owner is not None
+        ]
         for tier in self._tiers:
-            await tier.write([(block, row) for block, row in blocks if tier.lacks(block)])
+            if drops != self._num_drops:
+                self.stored(names)  # those that are still cached are written again
+                return
+            await tier.write([block for block in blocks if tier.lacks(block.name)])
 
     def _staging(self, num_blocks: int) -> Tensor:
         """Returns host memory for blocks; pinned if there is a GPU, which copies it several times as fast."""
@@ -220,6 +264,12 @@ class KVTiers:
 
 def _expect(engine: Engine, name: str, chain: Sequence[bytes]) -> ExpectedBlocks | None:
     return engine.moving.expect(name, chain, engine.stats().num_running, is_whole=True)
+
+
+def _lend(engine: Engine, name: str, names: Sequence[bytes]) -> tuple[list[bytes], LentBlocks, list[str | None]]:
+    """Lends cached blocks, and says whose they are."""
+    names, lent = engine.moving.lend_each(name, names)
+    return names, lent, [engine.moving.owners.of(block) for block in names]
 
 
 def _landed(copied: asyncio.Future[None], num_blocks: int) -> int:

@@ -35,7 +35,7 @@ from tandem.process import (
 )
 from tandem.registry import Registry, Role
 from tandem.rpc import DrainService
-from tandem.tiers import BlockFiles, HostBlocks, KVTier
+from tandem.tiers import BlockFiles, HostBlocks, KeepRules, KVTier
 from tandem.transfer import LinkRuntime
 from tandem.worker.context import WorkerContext, WorkerPorts, WorkerService
 from tandem.worker.engine import EngineStuck, EngineThread
@@ -121,12 +121,14 @@ def process_ports(
 def _tiers(settings: WorkerSettings, layout: KVLayout) -> list[KVTier]:
     """Returns the tiers that the settings ask for, fastest first."""
     block_bytes, tiers = layout.whole_block_bytes, []
+    rules = KeepRules(settings.kv_tenant_share, settings.kv_ttl_s, time.time)
     try:
         if settings.kv_host:
-            tiers.append(KVTier("host", HostBlocks(block_bytes=block_bytes, budget_bytes=int(settings.kv_host))))
+            host = HostBlocks(block_bytes=block_bytes, budget_bytes=int(settings.kv_host), rules=rules)
+            tiers.append(KVTier("host", host))
         if settings.kv_disk:
             folder, budget_bytes = settings.kv_disk_folder.expanduser(), int(settings.kv_disk)
-            files = BlockFiles(folder, layout.hash, block_bytes=block_bytes, budget_bytes=budget_bytes)
+            files = BlockFiles(folder, layout.hash, block_bytes=block_bytes, budget_bytes=budget_bytes, rules=rules)
             tiers.append(KVTier("disk", files))
     except MemoryError as error:
         raise ValueError(f"kv_host: {error}") from None
