@@ -21,6 +21,7 @@ commands:
   logs       follow what all processes of a cluster on this machine write
   profile    write what a worker's threads do to a file that speedscope opens
   set        change settings of running gateways for a while
+  cache      show whose KV workers keep; drop it or pin it
   top        show workers, links and gateways of a running cluster, live
   status     show the services of a cluster on Ray
   chat       talk to a model of a running cluster
@@ -42,6 +43,7 @@ COMMANDS = {
     "logs": "clusters.running:logs",
     "profile": "profile:main",
     "set": "set:main",
+    "cache": "cache:main",
     "top": "top:main",
     "status": "clusters.detached:status",
     "chat": "chat:main",

@@ -147,9 +147,9 @@ class BlockFiles:
                     self._delete(path)
         return len(gone)
 
-    def pin(self, owner: bytes, until: float) -> None:
-        """Has an owner's blocks go by nobody else's pressure, until a time, in seconds since 1970."""
-        self._kept.pin(owner, until)
+    def pin(self, owner: bytes, seconds: float) -> None:
+        """Has an owner's blocks go by nobody else's pressure for so long; 0: no longer."""
+        self._kept.pin(owner, seconds)
 
     def close(self) -> None:
         self._deleting.close()

@@ -121,9 +121,9 @@ class KeptBlocks:
         """Forgets and returns an owner's blocks; None: all."""
         return [self.discard(name) for name, own in list(self._owner.items()) if owner in (None, own)]
 
-    def pin(self, owner: bytes, until: float) -> None:
-        """Has an owner's blocks go by nobody else's pressure, until a time; 0: no longer."""
-        self._pinned[owner] = until
+    def pin(self, owner: bytes, seconds: float) -> None:
+        """Has an owner's blocks go by nobody else's pressure for so long; 0: no longer."""
+        self._pinned[owner] = self._now() + seconds
         self._spared()
 
     def _spared(self) -> set[bytes]:

@@ -39,7 +39,7 @@ class BlockStore(Protocol):
     def touch(self, names: Iterable[bytes]) -> None: ...
     def expire(self, most: int) -> int: ...
     def drop(self, owner: bytes | None) -> int: ...
-    def pin(self, owner: bytes, until: float) -> None: ...
+    def pin(self, owner: bytes, seconds: float) -> None: ...
     def close(self) -> None: ...
 
 
@@ -129,9 +129,9 @@ class KVTier:
         """
         return self._thread.run(self._store.drop, owner)
 
-    async def pin(self, owner: bytes, until: float) -> None:
-        """Has an owner's blocks go by nobody else's pressure, until a time, in seconds since 1970."""
-        await self._thread.run(self._store.pin, owner, until)
+    async def pin(self, owner: bytes, seconds: float) -> None:
+        """Has an owner's blocks go by nobody else's pressure for so long; 0: no longer."""
+        await self._thread.run(self._store.pin, owner, seconds)
 
     def close(self) -> None:
         self._thread.close()

@@ -262,3 +262,68 @@ class ReadModelFilesResponse(_message.Message):
     name: str
     data: bytes
     def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ListCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListCacheResponse(_message.Message):
+    __slots__ = ("tiers",)
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[CacheTier]
+    def __init__(self, tiers: _Optional[_Iterable[_Union[CacheTier, _Mapping]]] = ...) -> None: ...
+
+class CacheTier(_message.Message):
+    __slots__ = ("name", "block_bytes", "max_blocks", "tenants")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    block_bytes: int
+    max_blocks: int
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantBlocks]
+    def __init__(self, name: _Optional[str] = ..., block_bytes: _Optional[int] = ..., max_blocks: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantBlocks, _Mapping]]] = ...) -> None: ...
+
+class TenantBlocks(_message.Message):
+    __slots__ = ("tenant", "owner", "num_blocks")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    owner: bytes
+    num_blocks: int
+    def __init__(self, tenant: _Optional[str] = ..., owner: _Optional[bytes] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class DropCacheRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class DropCacheResponse(_message.Message):
+    __slots__ = ("num_blocks",)
+    class NumBlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: _containers.ScalarMap[str, int]
+    def __init__(self, num_blocks: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class PinCacheRequest(_message.Message):
+    __slots__ = ("tenant", "seconds")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    seconds: float
+    def __init__(self, tenant: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class PinCacheResponse(_message.Message):
+    __slots__ = ("tiers",)
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tiers: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -301,3 +301,167 @@ class ModelFilesService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class CacheServiceStub:
+    """Served by every worker beside its own service.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ListCache = channel.unary_unary(
+                '/tandem.v1.CacheService/ListCache',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.ListCacheRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.ListCacheResponse.FromString,
+                _registered_method=True)
+        self.DropCache = channel.unary_unary(
+                '/tandem.v1.CacheService/DropCache',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.DropCacheRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.DropCacheResponse.FromString,
+                _registered_method=True)
+        self.PinCache = channel.unary_unary(
+                '/tandem.v1.CacheService/PinCache',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.PinCacheRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.PinCacheResponse.FromString,
+                _registered_method=True)
+
+
+class CacheServiceServicer:
+    """Served by every worker beside its own service.
+    """
+
+    def ListCache(self, request, context):
+        """What the worker's cache, on its device, and the tiers below it have.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropCache(self, request, context):
+        """Drops blocks everywhere; answers when nobody can find or restore them any more. UNAVAILABLE: some may be left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinCache(self, request, context):
+        """Has a tenant's blocks go from the tiers by nobody else's pressure, as long as pinned ones are at most half of a tier.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_CacheServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ListCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCache,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.ListCacheRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.ListCacheResponse.SerializeToString,
+            ),
+            'DropCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropCache,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.DropCacheRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.DropCacheResponse.SerializeToString,
+            ),
+            'PinCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinCache,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.PinCacheRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.PinCacheResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.CacheService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.CacheService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class CacheService:
+    """Served by every worker beside its own service.
+    """
+
+    @staticmethod
+    def ListCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.CacheService/ListCache',
+            tandem_dot_v1_dot_worker__pb2.ListCacheRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.ListCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.CacheService/DropCache',
+            tandem_dot_v1_dot_worker__pb2.DropCacheRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.DropCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.CacheService/PinCache',
+            tandem_dot_v1_dot_worker__pb2.PinCacheRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.PinCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

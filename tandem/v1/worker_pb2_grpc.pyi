@@ -142,3 +142,58 @@ class ModelFilesServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_ModelFilesServiceServicer_to_server(servicer: ModelFilesServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class CacheServiceStub:
+    """Served by every worker beside its own service."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
+    ListCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ListCacheRequest, _worker_pb2.ListCacheResponse]
+    """What the worker's cache, on its device, and the tiers below it have."""
+    DropCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DropCacheRequest, _worker_pb2.DropCacheResponse]
+    """Drops blocks everywhere; answers when nobody can find or restore them any more. UNAVAILABLE: some may be left."""
+    PinCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PinCacheRequest, _worker_pb2.PinCacheResponse]
+    """Has a tenant's blocks go from the tiers by nobody else's pressure, as long as pinned ones are at most half of a tier."""
+
+@_typing.type_check_only
+class CacheServiceAsyncStub(CacheServiceStub):
+    """Served by every worker beside its own service."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    ListCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.ListCacheRequest, _worker_pb2.ListCacheResponse]  # type: ignore[assignment]
+    """What the worker's cache, on its device, and the tiers below it have."""
+    DropCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.DropCacheRequest, _worker_pb2.DropCacheResponse]  # type: ignore[assignment]
+    """Drops blocks everywhere; answers when nobody can find or restore them any more. UNAVAILABLE: some may be left."""
+    PinCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.PinCacheRequest, _worker_pb2.PinCacheResponse]  # type: ignore[assignment]
+    """Has a tenant's blocks go from the tiers by nobody else's pressure, as long as pinned ones are at most half of a tier."""
+
+class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Served by every worker beside its own service."""
+
+    @_abc_1.abstractmethod
+    def ListCache(
+        self,
+        request: _worker_pb2.ListCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ListCacheResponse, _abc.Awaitable[_worker_pb2.ListCacheResponse]]:
+        """What the worker's cache, on its device, and the tiers below it have."""
+
+    @_abc_1.abstractmethod
+    def DropCache(
+        self,
+        request: _worker_pb2.DropCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DropCacheResponse, _abc.Awaitable[_worker_pb2.DropCacheResponse]]:
+        """Drops blocks everywhere; answers when nobody can find or restore them any more. UNAVAILABLE: some may be left."""
+
+    @_abc_1.abstractmethod
+    def PinCache(
+        self,
+        request: _worker_pb2.PinCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.PinCacheResponse, _abc.Awaitable[_worker_pb2.PinCacheResponse]]:
+        """Has a tenant's blocks go from the tiers by nobody else's pressure, as long as pinned ones are at most half of a tier."""
+
+def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

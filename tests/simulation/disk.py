@@ -58,8 +58,8 @@ class SimulatedDisk:
     def drop(self, owner: bytes | None) -> int:
         return self._files.drop(owner)
 
-    def pin(self, owner: bytes, until: float) -> None:
-        self._files.pin(owner, until)
+    def pin(self, owner: bytes, seconds: float) -> None:
+        self._files.pin(owner, seconds)
 
     def close(self) -> None:
         self._files.close()

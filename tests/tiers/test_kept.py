@@ -45,7 +45,7 @@ def test_a_pinned_tenants_blocks_stay_until_they_are_half() -> None:
     assert kept(blocks, BOB, 20) == [(ANN, 1)], "more than half protect nothing"
     now = 60.0
     assert kept(blocks, BOB, 21) == [(ANN, 2)], "its time is over"
-    blocks.pin(ANN, 99.0)
+    blocks.pin(ANN, 39.0)
     blocks.pin(ANN, 0.0)
     assert kept(blocks, BOB, 22) == [(ANN, 3)]
 

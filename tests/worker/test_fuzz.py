@@ -53,6 +53,7 @@ METHODS: Sequence[MethodDescriptor] = [
         prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
         process_pb2.DESCRIPTOR.services_by_name["IntegrityService"],
         worker_pb2.DESCRIPTOR.services_by_name["AdapterService"],
+        worker_pb2.DESCRIPTOR.services_by_name["CacheService"],
     )
     for method in service.methods
 ]
@@ -144,6 +145,7 @@ async def ports(demo_model: Path) -> AsyncIterator[dict[str, Any]]:
             "tandem.v1.PrefillService": [prefill.address],
             "tandem.v1.IntegrityService": [decode.address, prefill.address],
             "tandem.v1.AdapterService": [decode.address, prefill.address],
+            "tandem.v1.CacheService": [decode.address, prefill.address],
             "known": known(infos["d0"], infos["p0"], demo_model),
         }
 

@@ -164,10 +164,10 @@ class KVTiers:
         await asyncio.wait(dropped.values())
         return {name: done.result() for name, done in dropped.items()}
 
-    async def pin(self, owner: bytes, until: float) -> None:
-        """Has an owner's blocks go by nobody else's pressure, until a time, in seconds since 1970."""
+    async def pin(self, owner: bytes, seconds: float) -> None:
+        """Has an owner's blocks go by nobody else's pressure for so long; 0: no longer."""
         for tier in self._tiers:
-            await tier.pin(owner, until)
+            await tier.pin(owner, seconds)
 
     def close(self) -> None:
         self._copies.close()

@@ -27,7 +27,7 @@ from tandem.registry import Distance, LiveWorker, RegistryUnavailable, WorkerInf
 from tandem.rpc import IntegrityService, ProfileService, SettingsService, TraceService
 from tandem.worker.context import RunningServer, WorkerContext, WorkerPorts, WorkerService
 from tandem.worker.engine import EngineDied, EngineStuck, Event
-from tandem.worker.kv import BlockPublisher
+from tandem.worker.kv import BlockPublisher, CacheService
 from tandem.worker.life.integrity import check_worker
 from tandem.worker.life.lease import Lease
 from tandem.worker.life.metrics import WorkerCollector
@@ -127,6 +127,7 @@ class Worker:
             *self._service.servicers,
             IntegrityService(self.check_integrity).servicer,
             AdapterService(self._ports.engine).servicer,
+            CacheService(self._ports.engine, self._ports.tiers).servicer,
             self._files.servicer,
             TraceService(self._ports.recent.encoded).servicer,
             ProfileService(self.context.worker_id).servicer,
