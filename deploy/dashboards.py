@@ -173,6 +173,10 @@ WORKERS = Board(
                 "{{worker}} steps": rate("tandem_step_seconds_total", "worker"),
                 "{{worker}} kept by moving blocks": rate("tandem_moving_seconds_total", "worker"),
             }, "The second: while blocks were taken for tiers or other workers."),
+            Plot("KV tiers, read of what is written", "percentunit", {"{{worker}} {{tier}}": share(
+                "sum by (worker, tier) (increase(tandem_kv_tier_restored_blocks_total[6h]))",
+                "sum by (worker, tier) (increase(tandem_kv_tier_written_blocks_total[6h]))",
+            )}, "Of six hours, as its alert sees it."),
             Plot("Aborts", "ops", {
                 "{{worker}}": rate("tandem_aborted_sequences_total", "worker"),
                 "{{worker}} blocks freed": rate("tandem_aborted_blocks_total", "worker"),

@@ -180,9 +180,9 @@ class BlockFiles:
         return self._folder / block.owner.hex() / block.name[:1].hex() / block.name[1:].hex()
 
     def _folders(self) -> Iterator[Path]:
-        """Yields this process's folder, and those that no process uses, while it holds their locks."""
+        """Yields this process's folder, and those of its layout that no process uses, while it holds their locks."""
         yield self._folder
-        for other in self._shared_folder.iterdir():
+        for other in self._shared_folder.glob(f"{self._layout.hex()}-*"):
             if (other / LOCK).exists() and (lock := _locked(other)) is not None:
                 yield other
                 os.close(lock)

@@ -226,12 +226,15 @@ def test_what_is_dropped_is_gone_at_once_and_after_a_restart(
     left = written(opened(blocks=num_files), 0, OF_ANN)
     files = written(opened(blocks=num_files), *range(1, num_files))
     left.close()
+    another = written(opened(OTHER), 1)
+    another.close()
     ann, bob = [[number for number in range(1, num_files) if of(number) == owner] for owner in OWNERS]
     assert files.drop(OWNERS[0]) == len(ann)
     assert files.counts == {OWNERS[1]: len(bob)}
     assert [read(files, number) for number in ann[:100]] == [None] * 100
     assert [read(files, number) for number in bob[:100]] == [block_of(number) for number in bob[:100]]
-    assert not any(folder.glob(f"*/{OWNERS[0].hex()}")), "also where no process is at work"
+    assert not any(folder.glob(f"{LAYOUT}-*/{OWNERS[0].hex()}")), "also where no process is at work"
+    assert any(folder.glob(f"{OTHER}-*/{OWNERS[0].hex()}")), "but of no other model"
     eventually_gone(folder)
     files.close()
     first, second = opened(blocks=num_files), opened(blocks=num_files)
@@ -239,7 +242,7 @@ def test_what_is_dropped_is_gone_at_once_and_after_a_restart(
     first.drop(None)
     second.drop(None)
     assert len(first) == len(second) == 0
-    assert not any(folder.glob(f"*/{'[0-9a-f]' * 16}")), "of nobody"
+    assert not any(folder.glob(f"{LAYOUT}-*/{'[0-9a-f]' * 16}")), "of nobody"
 
 
 def test_a_tenant_at_its_share_gives_up_its_own(opened: Callable[..., BlockFiles], folder: Path) -> None:
