@@ -1,4 +1,6 @@
-"""A worker's disk tier: real files, which outlive its process. Their disk may be slow, fail, lose or damage them."""
+"""A worker's disk tier: real files, which outlive its process. Their disk may be slow, fail, lose, damage,
+reorder or repeat them.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ Strike = Callable[[], str]
 
 
 class SimulatedDisk:
-    """BlockFiles under `folder`, of up to `num_blocks` blocks; `strike` is asked before one is read or written."""
+    """BlockFiles under `folder`, of up to `num_blocks` blocks; `strike` is asked before one is read or written.
+
+    What is reordered is written behind the next write that nothing strikes, the last first; what is repeated, again.
+    """
 
     def __init__(self, folder: Path, layout: KVLayout, num_blocks: int, strike: Strike) -> None:
         block_bytes = layout.block_bytes * layout.num_layers
         budget_bytes = num_blocks * (HEADER.size + block_bytes)
         self._files = BlockFiles(folder, layout.hash, block_bytes=block_bytes, budget_bytes=budget_bytes)
         self._strike, self.size, self.block_bytes = strike, num_blocks, self._files.block_bytes
+        self._late: list[tuple[bytes, bytes, bytes]] = []  # names, owners and bytes that are still to be written
 
     @property
     def num_damaged(self) -> int:
@@ -41,8 +47,16 @@ class SimulatedDisk:
         return self._files.counts
 
     def write(self, name: bytes, owner: bytes, block: memoryview) -> None:
-        self._struck(name, owner)
-        self._files.write(name, owner, block)
+        kind = self._struck(name, owner)
+        if kind in ("disk-reorder", "disk-repeat"):
+            self._late.append((name, owner, bytes(block)))
+        if kind != "disk-reorder":
+            self._files.write(name, owner, block)
+        if kind == "disk-lose":
+            self._files._path(KeptBlock(owner, name)).unlink()
+        while self._late and not kind:
+            late, of, written = self._late.pop()
+            self._files.write(late, of, memoryview(written))
 
     def read(self, name: bytes, block: memoryview) -> bool:
         if owner := self._files._kept.owner(name):
@@ -64,8 +78,9 @@ class SimulatedDisk:
     def close(self) -> None:
         self._files.close()
 
-    def _struck(self, name: bytes, owner: bytes) -> None:
-        """
+    def _struck(self, name: bytes, owner: bytes) -> str:
+        """Strikes the block's file. Returns the kind of fault, or "".
+
         Raises:
             OSError: the disk fails.
         """
@@ -78,3 +93,4 @@ class SimulatedDisk:
             block = bytearray(path.read_bytes())
             block[-1 - len(self._files) % len(block)] ^= 4
             path.write_bytes(block)
+        return kind

@@ -273,7 +273,7 @@ class Faults:
         self._later(fault.seconds, lambda: self._striking.remove(fault))
         return False  # counted for each block
 
-    _disk_lose = _disk_damage = _disk_fail
+    _disk_lose = _disk_damage = _disk_reorder = _disk_repeat = _disk_fail
 
     def _strike(self) -> str:
         for fault in self._striking:

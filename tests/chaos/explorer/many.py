@@ -40,12 +40,12 @@ class ExplorerReport:
         self.failed |= other.failed
 
 
-def explore(model: Path, seeds: Sequence[int], *, jobs: int | None = 1) -> ExplorerReport:
-    """Run the schedules of these seeds."""
+def explore(model: Path, seeds: Sequence[int], *, jobs: int | None = 1, kinds: Sequence[str] = ()) -> ExplorerReport:
+    """Run the schedules of these seeds, of all kinds of faults or `kinds`."""
     began = time.monotonic()
     report = ExplorerReport()
     jobs = jobs or 1
-    work = partial(run_some, model)
+    work = partial(run_some, model, kinds=kinds)
     if jobs == 1:
         report.add(work(seeds))
     else:
@@ -56,14 +56,14 @@ def explore(model: Path, seeds: Sequence[int], *, jobs: int | None = 1) -> Explo
     return report
 
 
-def run_some(model: Path, seeds: Iterable[int]) -> ExplorerReport:
+def run_some(model: Path, seeds: Iterable[int], kinds: Sequence[str] = ()) -> ExplorerReport:
     report = ExplorerReport()
     gc.disable()  # when it runs would depend on what ran before
     with RedisServer.start() as server, RedisStore(server.port) as store:
         explorer = Explorer(store, model)
         gc.freeze()  # what was imported stays
         for seed in seeds:
-            result = explorer.run(schedule_of(seed))
+            result = explorer.run(schedule_of(seed, kinds))
             report.num_run += 1
             report.simulated_s += result.simulated_s
             report.fired += result.fired

@@ -27,7 +27,7 @@ OF_CLUSTERS = (
     "redis-kill", "redis-empty", "redis-slow", "redis-pause", "redis-clock", "redis-garbage",
     "starve",
 )  # fmt: skip
-OF_DISKS = "disk-late", "disk-fail", "disk-lose", "disk-damage"
+OF_DISKS = "disk-late", "disk-fail", "disk-lose", "disk-damage", "disk-reorder", "disk-repeat"
 KINDS = (*OF_CLUSTERS, *OF_DISKS, "poison", "log-full")
 CHANCE_OF_POISON, CHANCE_OF_LOG_FULL, CHANCE_OF_DISK = 0.2, 0.2, 0.5
 CHANCE_OF_KIND = 0.3
@@ -123,7 +123,9 @@ SHAPES = (
 
 
 def schedule_of(seed: int, kinds: Sequence[str] = (), shapes: Sequence[ClusterShape] = SHAPES) -> Schedule:
-    """`kinds`: where given, its faults are of these kinds, and there are some."""
+    """`kinds`: where given, its faults are of these kinds, and there are some; with disks, where one is a disk's."""
+    if shapes is SHAPES and not set(kinds).isdisjoint(OF_DISKS):
+        shapes = [shape for shape in SHAPES if shape.disk_blocks]
     random = Random(seed)
     shape = random.choice(shapes)
     crowded = shape.num_blocks < AMPLE_BLOCKS and random.random() < CHANCE_OF_CROWD
