@@ -28,12 +28,14 @@ from benchmarks.traffic import SCALE, SHAPES, Replayed, TraceRequest, read_trace
 RESULTS = OUT / "replay.json"
 SPEEDUP = 24.0
 SHAPE_REQUESTS = 300
+# Host memory below each cache, where these are small: enough for all blocks of the trace.
+KV_HOST = 256 << 20
 
 
 def main() -> None:
     options = _options()
     requests = _requests(options)
-    fleet = NullFleet(gateways=(("tandem", "require"),) * options.gateways)
+    fleet = _fleet(options, requests)
     setting = {
         "shape": options.shape, "requests": len(requests), "scale": SCALE, "speedup": options.speedup,
         "per_second": options.per_second, "fleet": asdict(fleet),
@@ -43,6 +45,7 @@ def main() -> None:
             requests, fleet.prefill, fleet.prefill_blocks, fleet.step_time.prefill_tokens_per_s
         ),
         "pooled": pooled_hit_rate(requests, fleet.prefill * fleet.prefill_blocks),
+        "endless": pooled_hit_rate(requests, _footprint(requests)),
     }
     runs = earlier(RESULTS, setting, "policies")
     for policy in options.policies:
@@ -51,6 +54,20 @@ def main() -> None:
             json.dumps({"setting": setting, "bounds": bounds, "policies": runs}, indent=2), encoding="utf-8"
         )
     _print(requests, setting, bounds, runs)
+
+
+def _fleet(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> NullFleet:
+    """Returns the fleet, with small caches and tiers below them if these are asked for."""
+    fleet = NullFleet(gateways=(("tandem", "require"),) * options.gateways)
+    if not options.cache_share:
+        return fleet
+    blocks = round(options.cache_share * _footprint(requests) / fleet.prefill)
+    return replace(fleet, prefill_blocks=blocks, decode_blocks=blocks, kv_host=KV_HOST)
+
+
+def _footprint(requests: Sequence[TraceRequest]) -> int:
+    """Returns how many blocks all prompts have together."""
+    return len({block for request in requests for block in request.full_blocks})
 
 
 def _requests(options: argparse.Namespace) -> list[TraceRequest]:
@@ -98,6 +115,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--per-second", type=float, default=3.75, help="requests a second of other shapes")
     parser.add_argument("--requests", type=int, help=f"only the first so many (other shapes: {SHAPE_REQUESTS})")
     parser.add_argument("--gateways", type=int, default=1)
+    parser.add_argument(
+        "--cache-share", type=float, default=0.0,
+        help="a role's caches together, as a part of all blocks of the prompts; host memory has the rest",
+    )  # fmt: skip
     return parser.parse_args()
 
 

@@ -32,6 +32,7 @@ LOGS = OUT / "logs" / f"fleet-{os.getpid()}"  # two may run at a time
 class NullFleet:
     """How many of each, the size of each worker's KV cache in blocks of 16 tokens, and how long a step takes.
 
+    `kv_host`: bytes of host memory below each cache.
     `gateways`: for each, its routing policy and its disaggregation; `gateway_settings`: more of all of them.
     """
 
@@ -42,6 +43,7 @@ class NullFleet:
     decode_seqs: int | None = None
     gateways: tuple[tuple[str, str], ...] = (("tandem", "require"),)
     gateway_settings: Mapping[str, object] = field(default_factory=dict)
+    kv_host: int = 0
     step_time: StepTime = field(default_factory=lambda: StepTime(decode_step_s=0.02))
 
 
@@ -101,7 +103,7 @@ def model_folder() -> Path:
 def _workers(fleet: NullFleet, redis: int) -> list[Service]:
     null = {"engine": "null", "null_step": asdict(fleet.step_time)}
     model = {"model_path": model_folder(), "model_name": MODEL, "redis_url": f"redis://127.0.0.1:{redis}"}
-    same = model | null | {"threads": 1, "log_level": "info"}
+    same = model | null | {"threads": 1, "log_level": "info", "kv_host": fleet.kv_host}
     seqs: dict[str, object] = {"max_num_seqs": fleet.decode_seqs} if fleet.decode_seqs else {}
     pools: dict[str, tuple[int, dict[str, object]]] = {
         "prefill": (fleet.prefill, {"num_blocks": fleet.prefill_blocks}),

@@ -412,9 +412,15 @@ class Run:
                 most_tasks, most_ends = before.get(name, (inf, inf))
                 if tasks > most_tasks:
                     held.append(f"{name}: {tasks} tasks where {most_tasks} were")
+                most_ends += self._links_of_fetches(name)
                 if ends > most_ends:
                     held.append(f"{name}: {ends} connections where {most_ends} were")
         return held
+
+    def _links_of_fetches(self, name: str) -> int:
+        """Returns how many links to and from others of its role a worker may keep, once KV was fetched by them."""
+        of_role = {"p": self.schedule.shape.prefills, "d": self.schedule.shape.decodes}.get(name[0], 1)
+        return 2 * (of_role - 1)
 
 
 def _goes_on(event: tuple[Any, ...]) -> bool:
