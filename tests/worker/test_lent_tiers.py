@@ -14,7 +14,18 @@ from tandem.transfer import SocketNetwork
 from tandem.worker.kv import KVTiers
 from tandem.worker.kv.publisher import BlockPublisher
 from tests.transfer.tampering import TamperingNetwork
-from tests.worker.test_fetching import BLOCK, BLOCKS, LONG_S, PROMPT, WHOLE, Two, caching_worker, null_config, patient
+from tests.worker.test_fetching import (
+    BLOCK,
+    BLOCKS,
+    LONG_S,
+    PROMPT,
+    WHOLE,
+    Two,
+    caching_worker,
+    null_config,
+    patient,
+    request,
+)
 
 __all__ = ["patient"]
 OTHER = [9] * (BLOCKS - 1) * BLOCK  # takes all blocks
@@ -39,6 +50,7 @@ async def two_and_tiers(demo_model: Path) -> AsyncIterator[tuple[Two, KVTiers]]:
 
 async def test_what_only_a_tier_has_is_lent(two_and_tiers: tuple[Two, KVTiers], patient: None) -> None:
     two, tiers = two_and_tiers
+    await two.holder.engine.prepare(request(PROMPT), LONG_S)  # whose it is, without which no tier keeps it
     await two.holder.answer(PROMPT)
     publisher = BlockPublisher(two.holder.engine, None, "d0", "d-1", tiers=tiers)  # type: ignore[arg-type]
     publisher.note(await two.holder.engine.call(lambda engine: engine.take_block_events()))
