@@ -63,6 +63,7 @@ class BlockFiles:
         self._lock, self._folder = _claim(folder, layout_hash)
         self._deleting = WorkThreads("kv-drop", 1)
         self._kept = KeptBlocks(self.size, rules)
+        self.gone = self._kept.gone
         self._take_over()
 
     def __len__(self) -> int:

@@ -36,12 +36,13 @@ class HostBlocks:
         self._slots: dict[bytes, int] = {}
         self._free: list[int] = []
         self._kept = KeptBlocks(self.size, rules)
+        self.gone = self._kept.gone
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._slots)
+        return iter(self._kept)
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._kept

@@ -7,7 +7,7 @@ Blocks that nobody has used for the time to live are no longer there, and go whe
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -45,7 +45,7 @@ ALL_ALIKE = KeepRules()
 
 
 class KeptBlocks:
-    """Up to `size` blocks. Used by one thread; `in`, `len` and `counts` by any."""
+    """Up to `size` blocks. Used by one thread; `in`, `len`, `counts` and iteration by any."""
 
     def __init__(self, size: int, rules: KeepRules = ALL_ALIKE) -> None:
         self.size, self._rules, self._now = size, rules, rules.now
@@ -55,12 +55,13 @@ class KeptBlocks:
         self._used_at: OrderedDict[bytes, float] = OrderedDict()  # the longest unused first
         self._counts: dict[bytes, int] = {}
         self._pinned: dict[bytes, float] = {}  # until when
+        self.gone: deque[bytes] = deque()  # what was forgotten, until somebody takes it out; on any thread
 
     def __len__(self) -> int:
         return len(self._owner)
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._owner)
+        return iter(list(self._owner))  # on any thread
 
     def __contains__(self, name: bytes) -> bool:
         used_at = self._used_at.get(name)
@@ -99,6 +100,7 @@ class KeptBlocks:
     def discard(self, name: bytes) -> KeptBlock:
         """Forgets a block."""
         owner = self._owner.pop(name)
+        self.gone.append(name)
         del self._used_at[name]
         self._worth.discard(name)
         self._counts[owner] -= 1

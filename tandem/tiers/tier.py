@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
@@ -22,12 +23,13 @@ log = structlog.get_logger(__name__)
 class BlockStore(Protocol):
     """A store of up to `size` blocks by name and owner, used by one thread; `in`, `len` and `counts` by any.
 
-    `block_bytes`: what one of them takes.
+    `block_bytes`: what one of them takes. `gone`: names of blocks that it no longer keeps, until its reader takes them.
     """
 
     num_damaged: int
     size: int
     block_bytes: int
+    gone: deque[bytes]
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[bytes]: ...
@@ -95,8 +97,14 @@ class KVTier:
         return self._store.size
 
     def names(self) -> Iterator[bytes]:
-        """Returns the names of its blocks, while nothing is written or read."""
+        """Returns the names of its blocks."""
         return iter(self._store)
+
+    def take_gone(self) -> Iterator[bytes]:
+        """Yields the names of the blocks that went since the last call."""
+        gone = self._store.gone
+        while gone:
+            yield gone.popleft()
 
     @property
     def holds(self) -> TierHolds:

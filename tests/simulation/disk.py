@@ -27,6 +27,7 @@ class SimulatedDisk:
         budget_bytes = num_blocks * (HEADER.size + block_bytes)
         self._files = BlockFiles(folder, layout.hash, block_bytes=block_bytes, budget_bytes=budget_bytes)
         self._strike, self.size, self.block_bytes = strike, num_blocks, self._files.block_bytes
+        self.gone = self._files.gone
         self._late: list[tuple[bytes, bytes, bytes]] = []  # names, owners and bytes that are still to be written
 
     @property

@@ -93,3 +93,15 @@ def test_host_memory_uses_its_slots_again() -> None:
         assert blocks.read(name_of(number), memoryview(row))
         assert row == bytes([number] * 8)
     assert not blocks.read(name_of(5), memoryview(row))
+
+
+def test_what_went_is_told_once_however_it_went() -> None:
+    now = 0.0
+    blocks = KeptBlocks(4, KeepRules(ttl_s=10.0, now=lambda: now))
+    kept(blocks, ANN, 1, 2, 3)
+    kept(blocks, BOB, 4, 5)
+    blocks.drop(BOB)
+    now = 11.0
+    blocks.expire(1)
+    assert list(blocks.gone) == [name_of(number) for number in (1, 4, 5, 2)]
+    assert set(blocks) == {name_of(3)}

@@ -211,7 +211,7 @@ async def test_the_registry_counts_what_a_tier_has_until_it_drops_it(a_worker: O
         assert publisher.held.issuperset(chain), "its cache has evicted them, its disk has not"
         damage(tmp_path, chain[2])
         assert await worker.tiers.restore(worker.request(PROMPT), BOUND_S) == 2 * BLOCK
-        publisher.look_below()
+        publisher.note_gone()
         assert set(chain) - publisher.held == {chain[2]}
 
 

@@ -48,16 +48,29 @@ async def two_and_tiers(demo_model: Path) -> AsyncIterator[tuple[Two, KVTiers]]:
     tiers.close()
 
 
-async def test_what_only_a_tier_has_is_lent(two_and_tiers: tuple[Two, KVTiers], patient: None) -> None:
-    two, tiers = two_and_tiers
-    await two.holder.engine.prepare(request(PROMPT), LONG_S)  # whose it is, without which no tier keeps it
-    await two.holder.answer(PROMPT)
+async def kept(two: Two, tiers: KVTiers, prompt: list[int], num_blocks: int) -> None:
+    """The holder answers, and its tier has written so many blocks."""
+    await two.holder.engine.prepare(request(prompt), LONG_S)  # whose it is, without which no tier keeps it
+    await two.holder.answer(prompt)
     publisher = BlockPublisher(two.holder.engine, None, "d0", "d-1", tiers=tiers)  # type: ignore[arg-type]
     publisher.note(await two.holder.engine.call(lambda engine: engine.take_block_events()))
     async with asyncio.timeout(LONG_S):
-        while tiers.stats["host"].written < 6:
+        while tiers.stats["host"].written < num_blocks:
             await asyncio.sleep(0.002)
+
+
+async def test_what_only_a_tier_has_is_lent(two_and_tiers: tuple[Two, KVTiers], patient: None) -> None:
+    two, tiers = two_and_tiers
+    await kept(two, tiers, PROMPT, 6)
     await two.holder.answer(OTHER)
     assert await two.fetch() == WHOLE
     assert tiers.stats["host"].restored == 6
     await two.computes(WHOLE)
+
+
+async def test_what_follows_on_what_was_lent_is_kept_too(two_and_tiers: tuple[Two, KVTiers], patient: None) -> None:
+    two, tiers = two_and_tiers
+    await kept(two, tiers, PROMPT, 6)
+    await two.holder.answer(OTHER)
+    assert await two.fetch() == WHOLE
+    await kept(two, tiers, [*PROMPT, *range(500, 500 + 2 * BLOCK)], 8)

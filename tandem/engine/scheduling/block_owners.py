@@ -42,8 +42,12 @@ class BlockOwners:
         """Returns how many of these blocks each tenant has."""
         return Counter(map(self.of, names))
 
-    def stored(self, name: bytes, parent: bytes) -> None:
-        if (tenant := self.of(parent)) is not None:
+    def stored(self, name: bytes, parent: bytes, root: bytes) -> None:
+        """Learns that a block is cached: its parent's owner's, or where that is not known its root's."""
+        tenant = self.of(parent)
+        if tenant is None:
+            tenant = self.of(root)
+        if tenant is not None:
             self._of[name] = tenant
 
     def removed(self, name: bytes) -> None:

@@ -110,8 +110,8 @@ class BlockPool:
                 self._free[block] = None
                 self._free.move_to_end(block, last=block in self._hash_of)
 
-    def register(self, block: int, name: bytes, parent: bytes) -> None:
-        """Makes a full, referenced block findable as `name`, which follows `parent` in its chain.
+    def register(self, block: int, name: bytes, parent: bytes, root: bytes = b"") -> None:
+        """Makes a full, referenced block findable as `name`, which follows `parent` in the chain of `root`.
 
         If another block with the same contents is findable and in use, that block stays the findable one.
         """
@@ -123,7 +123,7 @@ class BlockPool:
             if known in self._free:
                 self._free.move_to_end(known, last=False)
         self._block_of[name], self._hash_of[block] = block, name
-        self.owners.stored(name, parent)
+        self.owners.stored(name, parent, root)
         if name in self._removed:
             del self._removed[name]
         else:

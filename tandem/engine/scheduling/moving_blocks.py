@@ -141,7 +141,7 @@ class MovingBlocks:
             for place in places[num_landed:]:
                 windows.give(place)
         for i in range(num_cached, num_cached + num_landed):
-            self._pool.register(table[i], chain[i + 1], chain[i])
+            self._pool.register(table[i], chain[i + 1], chain[i], chain[0])
         self.release(transfer_id)
 
     def drop(self, tenant: str | None) -> int:

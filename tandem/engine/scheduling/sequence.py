@@ -266,6 +266,7 @@ class BlockHashes:
     """The chained hashes of a sequence's full blocks, extended as the sequence grows."""
 
     def __init__(self, root: bytes, block_size: int) -> None:
+        self.root = root
         self._chain, self._block_size = [root], block_size
 
     def up_to(self, token_ids: array[int], num_blocks: int) -> list[bytes]:

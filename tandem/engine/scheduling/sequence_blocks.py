@@ -193,7 +193,7 @@ class SequenceBlocks:
         if num_full == seq.num_registered_blocks or not self._prefix_caching:
             return
         for block in range(seq.num_registered_blocks, num_full):
-            self._pool.register(seq.block_table[block], *seq.hashes.link(seq.token_ids, block))
+            self._pool.register(seq.block_table[block], *seq.hashes.link(seq.token_ids, block), seq.hashes.root)
             seq.num_registered_blocks = block + 1
 
     def register_tail(self, seq: Sequence) -> None:

@@ -1,7 +1,7 @@
 """Publishes to the registry, in batches, which blocks this worker has cached or in a tier below.
 
     engine's block events --> held (a set) --> stored / removed since the last batch --> registry, in numbered batches
-    evicted, but in a tier --> below, and still held, until the tiers are found without it
+    evicted, but in a tier --> below, and still held, until it is gone there, too
 
 Changes that could not be published are published the next time. After the registry has lost its data (it restarted, or
 was gone for longer than the lease), all blocks are published again.
@@ -26,8 +26,6 @@ EVERY_S = 0.25
 SOON_S = 0.02
 # The most blocks in one call: a call should not block Redis, or the gateways that read the feed, for long.
 BATCH = 1024
-# The blocks of which each round asks whether a tier still has them.
-LOOKED_AT = 4096
 log = structlog.get_logger(__name__)
 
 
@@ -41,7 +39,7 @@ class BlockPublisher:
         self.held: set[bytes] = set()  # what the registry knows, or is about to
         self._stored: set[bytes] = set()
         self._removed: set[bytes] = set()
-        self._below: dict[bytes, None] = {}  # held by tiers alone, those that are looked at next in front
+        self._below: set[bytes] = set()  # of these, what tiers alone have
 
     def publish_all_again(self) -> None:
         """Publishes all blocks again, as the registry has lost this worker's."""
@@ -51,7 +49,7 @@ class BlockPublisher:
         """Follows the engine's cache until cancelled."""
         self.begin()
         while True:
-            self.look_below()
+            self.note_gone()
             self.note(await self._engine.call(lambda engine: engine.take_block_events()))
             await self.publish()
             await asyncio.sleep(SOON_S)
@@ -61,10 +59,10 @@ class BlockPublisher:
             self._ended.clear()
 
     def begin(self) -> None:
-        """Counts what the tiers have from an earlier process. To be called before they are used."""
+        """Counts what the tiers have from an earlier process."""
         if self._tiers is not None:
-            self._gained(names := self._tiers.names())
-            self._below = dict.fromkeys(names)
+            self._below = self._tiers.names()
+            self._gained(self._below)
 
     def sequences_ended(self) -> None:
         """Publishes soon, as the next request may need the blocks that ended sequences leave in the cache."""
@@ -75,25 +73,20 @@ class BlockPublisher:
         for event in events:
             if isinstance(event, BlockRemoved):
                 below = [name for name in event.hashes if tiers is not None and tiers.has(name)]
-                self._below.update(dict.fromkeys(below))
+                self._below.update(below)
                 self._lost(set(event.hashes).difference(below))
                 continue
             if tiers is not None:
                 tiers.stored(event.hashes)
-            for name in event.hashes:
-                self._below.pop(name, None)
+            self._below.difference_update(event.hashes)
             self._gained(event.hashes)
 
-    def look_below(self) -> None:
-        """Finds out which of the next LOOKED_AT blocks no tier has any more."""
-        if self._tiers is None:
-            return
-        for name in list(islice(self._below, LOOKED_AT)):
-            del self._below[name]
-            if self._tiers.has(name):
-                self._below[name] = None
-            else:
-                self._lost([name])
+    def note_gone(self) -> None:
+        """Counts no more what tiers alone had, and have no longer."""
+        if self._tiers is not None:
+            gone = self._below.intersection(self._tiers.take_gone())
+            self._below -= gone
+            self._lost(gone)
 
     def _gained(self, names: Iterable[bytes]) -> None:
         self.held.update(names)

@@ -116,8 +116,12 @@ class KVTiers:
         return self._holder(name) is not None
 
     def names(self) -> set[bytes]:
-        """Returns the blocks that the tiers have from an earlier process. To be called before `run`."""
+        """Returns the names of the blocks that the tiers have."""
         return {name for tier in self._tiers for name in tier.names()}
+
+    def take_gone(self) -> list[bytes]:
+        """Returns the names of the blocks that went since the last call, and that no tier has."""
+        return [name for tier in self._tiers for name in tier.take_gone() if not self.has(name)]
 
     async def restore(self, request: Request, timeout_s: float) -> int:
         """Restores a prompt's missing blocks from the tiers. Returns the number of tokens newly cached."""
