@@ -23,6 +23,7 @@ from tandem.worker.engine import block_chain
 from tandem.worker.kv.publisher import BlockPublisher
 from tandem.worker.kv.tiers import TRY_EVERY, KVTiers
 from tests.spans import catalogued, seen
+from tests.worker.conftest import a_step
 
 BLOCK, BLOCKS = 16, 24
 PROMPT = list(range(1, 6 * BLOCK + 4))
@@ -163,6 +164,17 @@ async def test_the_quickest_tier_that_has_a_block_restores_it(a_worker: Opened, 
         assert await worker.answer(PROMPT) == (WHOLE, tokens)
         stats = worker.tiers.stats
         assert (stats["host"].held, stats["host"].restored, stats["disk"].restored) == (4, 4, 2)
+
+
+async def test_all_is_restored_while_one_step_computes(a_worker: Opened) -> None:
+    async with a_worker(on_host=8) as worker:
+        worker.tiers._chunk = 2
+        _, tokens = await worker.answer(PROMPT)
+        await worker.written(6)
+        await worker.answer(OTHER)
+        with a_step(worker.engine):
+            assert await worker.tiers.restore(worker.request(PROMPT), BOUND_S) == WHOLE
+        assert await worker.answer(PROMPT) == (WHOLE, tokens)
 
 
 async def test_a_disk_that_fails_takes_nothing_from_the_host(a_worker: Opened) -> None:

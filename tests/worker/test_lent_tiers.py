@@ -15,6 +15,7 @@ from tandem.worker.engine import block_chain
 from tandem.worker.kv import KVTiers
 from tandem.worker.kv.publisher import BlockPublisher
 from tests.transfer.tampering import TamperingNetwork
+from tests.worker.conftest import a_step
 from tests.worker.test_fetching import (
     BLOCK,
     BLOCKS,
@@ -75,3 +76,15 @@ async def test_what_follows_on_what_was_lent_is_kept_too(two_and_tiers: tuple[Tw
     await two.holder.answer(OTHER)
     assert await two.fetch() == WHOLE
     await kept(two, tiers, [*PROMPT, *range(500, 500 + 2 * BLOCK)])
+
+
+async def test_what_was_just_restored_is_lent_while_a_step_computes(
+    two_and_tiers: tuple[Two, KVTiers], patient: None
+) -> None:
+    two, tiers = two_and_tiers
+    tiers._chunk = 2
+    await kept(two, tiers, PROMPT)
+    await two.holder.answer(OTHER)
+    with a_step(two.holder.engine):
+        assert await two.fetch() == WHOLE
+    await two.computes(WHOLE)

@@ -50,8 +50,11 @@ def release(port: EnginePort, name: str) -> None:
 
 
 def land(port: EnginePort, name: str, num_cached: int, num_landed: int) -> None:
-    """Ends the transfer into the blocks expected for `name`, of which `num_landed` have arrived; from any thread. The
-    Ended event wakes sequences that wait for blocks.
+    """Ends the transfer into the blocks expected for `name`, of which `num_landed` have arrived. The Ended event wakes
+    sequences that wait for blocks.
+
+    Call it on the event loop, unless none has arrived. Blocks that have are found at once: they land beside a step if
+    they can, as what is restored or lent next follows on them.
     """
 
     def land_them(engine: Engine) -> Sequence[Event]:
@@ -59,7 +62,8 @@ def land(port: EnginePort, name: str, num_cached: int, num_landed: int) -> None:
             engine.moving.land(name, num_cached, num_landed)
         return [Ended(name)]
 
-    port.submit(name, land_them)
+    events = port.beside_step(land_them) if num_landed else None
+    port.submit(name, land_them if events is None else lambda engine: events)
 
 
 def give_up(port: EnginePort, name: str) -> None:

@@ -92,7 +92,7 @@ class EnginePort(ABC):
     def beside_step(self, fn: Callable[[Engine], T]) -> T | None:
         """Runs `fn` on the caller's thread immediately, even while a step computes, and returns its result; None if
         that is not possible. `fn` must not change anything that a step uses: of all methods that change an engine, only
-        `reserve` without `outranks` is allowed.
+        those of `moving`, and `reserve` without `outranks`, are allowed.
         """
 
     @abstractmethod
