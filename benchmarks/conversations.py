@@ -117,7 +117,7 @@ def _compare_returning(folder: str) -> None:
 
     Between two of them another answer is written; its longest pauses are those of a neighbour.
     """
-    table = Table("", "TTFT, ms", "of computing", "cached tokens", "engine kept", "neighbour's ITL p50, p99, ms")
+    table = Table("", "TTFT, ms", "of computing", "cached, and beside", "engine kept", "neighbour's ITL p50, p99, ms")
     computed_s = 0.0
     for name, (prefill, settings, options) in RETURNS.items():
         with tempfile.TemporaryDirectory(dir=OUT) as blocks:
@@ -128,22 +128,25 @@ def _compare_returning(folder: str) -> None:
             ):
                 service = llm_pb2_grpc.LLMServiceStub(channel)
                 turns = [turn for i in range(2) for seed in range(RETURNING) for turn in _return(service, seed, i)]
-                gaps = _beside_returns(service)
+                gaps, beside = _beside_returns(service)
                 kept = _kept_share(asyncio.run(_metrics_of(redis)))
         again = turns[RETURNING:]
-        ttft_s, cached = median(turn.ttft_s for turn in again), median(turn.cached_tokens for turn in again)
+        ttft_s = median(turn.ttft_s for turn in again)
+        cached = ", ".join(f"{median(turn.cached_tokens for turn in turns):.0f}" for turns in (again, beside))
         computed_s = ttft_s if name.startswith("computed") else computed_s
         itl = f"{1000 * percentile(gaps, 50):.1f}, {1000 * percentile(gaps, 99):.1f}"
         table.add_row(
-            name, f"{1000 * ttft_s:.0f}", f"{ttft_s / computed_s:.2f}x", f"{cached:.0f}", f"{kept:.2%}", itl
+            name, f"{1000 * ttft_s:.0f}", f"{ttft_s / computed_s:.2f}x", cached, f"{kept:.2%}", itl
         )  # fmt: skip
     Console(width=120).print(table)
 
 
-def _beside_returns(service: llm_pb2_grpc.LLMServiceStub) -> list[float]:
-    """Returns the seconds between an answer's tokens while other conversations return, one after the other."""
+def _beside_returns(service: llm_pb2_grpc.LLMServiceStub) -> tuple[list[float], list[MeasuredTurn]]:
+    """Returns the seconds between an answer's tokens while other conversations return, one after the other; and the
+    turns of these.
+    """
     with ThreadPoolExecutor(1) as pool:
-        returning = pool.submit(lambda: [_return(service, seed, 2) for seed in range(RETURNING)])
+        returning = pool.submit(lambda: [turn for seed in range(RETURNING) for turn in _return(service, seed, 2)])
         prompt, gaps, last = list(range(3, 3 + FIRST)), list[float](), 0.0
         sampling = llm_pb2.SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
         asked = llm_pb2.GenerateRequest(model=MODEL, token_ids=llm_pb2.TokenIds(ids=prompt), sampling=sampling)
@@ -156,8 +159,7 @@ def _beside_returns(service: llm_pb2_grpc.LLMServiceStub) -> list[float]:
             if returning.done():
                 call.cancel()
                 break
-        returning.result()
-    return gaps
+        return gaps, returning.result()
 
 
 async def _metrics_of(redis_port: int) -> list[str]:
