@@ -135,9 +135,7 @@ def _compare_returning(folder: str) -> None:
         cached = ", ".join(f"{median(turn.cached_tokens for turn in turns):.0f}" for turns in (again, beside))
         computed_s = ttft_s if name.startswith("computed") else computed_s
         itl = f"{1000 * percentile(gaps, 50):.1f}, {1000 * percentile(gaps, 99):.1f}"
-        table.add_row(
-            name, f"{1000 * ttft_s:.0f}", f"{ttft_s / computed_s:.2f}x", cached, f"{kept:.2%}", itl
-        )  # fmt: skip
+        table.add_row(name, f"{1000 * ttft_s:.0f}", f"{ttft_s / computed_s:.2f}x", cached, f"{kept:.2%}", itl)
     Console(width=120).print(table)
 
 
