@@ -24,10 +24,12 @@ def request(name: str, prompt: int = 8, max_tokens: int = 8, priority: int = 0) 
 
 
 @contextmanager
-def a_step(engine: InlineEngine) -> Iterator[None]:
+def a_step(engine: InlineEngine) -> Iterator[list[Command]]:
     """A step that computes all the while: what is submitted waits for its end."""
     held, put = list[Command](), engine._put
     engine._put = held.extend
-    yield
-    engine._put = put
-    put(held)
+    try:
+        yield held
+    finally:
+        engine._put = put
+        put(held)

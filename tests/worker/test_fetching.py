@@ -81,10 +81,11 @@ class CachingWorker:
         async with asyncio.timeout(LONG_S):
             while self.engine.engine.stats().free_blocks < BLOCKS or self.lender.num_lending:
                 await asyncio.sleep(0.005)
+            while self.receiver.check_integrity(set()).violations:  # its thread may not be back from the last report
+                await asyncio.sleep(0.005)
         await self.engine.call(lambda engine: engine.check_integrity())
         assert not len(self.engine.engine.moving)
         assert not self.fetcher.transfer_ids()
-        assert self.receiver.check_integrity(set()).violations == ()
 
     async def close(self) -> None:
         await self.lender.close()

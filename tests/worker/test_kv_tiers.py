@@ -177,6 +177,21 @@ async def test_all_is_restored_while_one_step_computes(a_worker: Opened) -> None
         assert await worker.answer(PROMPT) == (WHOLE, tokens)
 
 
+async def test_all_is_restored_where_blocks_land_behind_a_step(a_worker: Opened) -> None:
+    async with a_worker(on_host=8) as worker:
+        worker.tiers._chunk = 3
+        _, tokens = await worker.answer(PROMPT)
+        await worker.written(6)
+        await worker.answer(OTHER)
+        beside, is_held = worker.engine.beside_step, iter([False, False, True, *[False] * 9])
+        worker.engine.beside_step = lambda fn: None if next(is_held) else beside(fn)  # held when the first blocks land
+        with a_step(worker.engine) as waiting:
+            restoring = asyncio.create_task(worker.tiers.restore(worker.request(PROMPT), BOUND_S))
+            await eventually(lambda: len(waiting) == 2 or restoring.done())
+        assert await restoring == WHOLE
+        assert await worker.answer(PROMPT) == (WHOLE, tokens)
+
+
 async def test_a_disk_that_fails_takes_nothing_from_the_host(a_worker: Opened) -> None:
     def failing(name: bytes, owner: bytes, block: memoryview) -> None:
         raise OSError(28, "No space left on device")

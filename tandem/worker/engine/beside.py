@@ -21,14 +21,15 @@ def block_chain(layout: KVLayout, request: Request) -> list[bytes]:
 async def at_once(port: EnginePort, name: str, fn: Callable[[Engine], T]) -> T:
     """Returns the result of `fn`, which may take free or cached blocks for `name`.
 
-    Runs `fn` beside a step if it can. If the caller is cancelled, the blocks are released.
+    Runs `fn` beside a step if it can and no landing waits for the step's end, so that `fn` finds all that has landed.
+    If the caller is cancelled, the blocks are released.
     """
 
     def counted(engine: Engine) -> T:
         with port.steps.moving():
             return fn(engine)
 
-    done = port.beside_step(lambda engine: [counted(engine)])
+    done = None if port.landing else port.beside_step(lambda engine: [counted(engine)])
     if done is not None:
         return done[0]
     try:
@@ -58,10 +59,13 @@ def land(port: EnginePort, name: str, num_cached: int, num_landed: int) -> None:
     """
 
     def land_them(engine: Engine) -> Sequence[Event]:
+        port.landing.discard(name)
         with port.steps.moving():
             engine.moving.land(name, num_cached, num_landed)
         return [Ended(name)]
 
+    if num_landed:
+        port.landing.add(name)
     events = port.beside_step(land_them) if num_landed else None
     port.submit(name, land_them if events is None else lambda engine: events)
 

@@ -80,6 +80,7 @@ class EnginePort(ABC):
         self.stats = self._measured = engine.stats()
         self.rates = Rates()
         self.steps = StepCounts(self.now)
+        self.landing: set[str] = set()  # the transfers whose blocks have come and are not cached yet
         self._of_this_turn: list[Command] = []
         self._reading = WorkThreads("adapters", 1)  # adapters are read one after the other
         self._compiling = WorkThreads("grammars", GRAMMARS_AT_ONCE)
@@ -92,7 +93,7 @@ class EnginePort(ABC):
     def beside_step(self, fn: Callable[[Engine], T]) -> T | None:
         """Runs `fn` on the caller's thread immediately, even while a step computes, and returns its result; None if
         that is not possible. `fn` must not change anything that a step uses: of all methods that change an engine, only
-        those of `moving`, and `reserve` without `outranks`, are allowed.
+        `reserve` without `outranks`, and `expect`, `land`, `lend` and `lend_each` of `moving`, are allowed.
         """
 
     @abstractmethod
