@@ -195,7 +195,8 @@ class EngineConfig:
     quantizes the weights when they are loaded; `kv_cache_dtype` int8 keeps KV in int8.
     Up to `swap_memory` bytes of the host hold the KV of preempted sequences; with 0, all of it is computed again.
     LoRA adapters are read from folders below `lora_dir`, with `lora_hub` also from a hub, and take up to `lora_memory`
-    bytes; without both settings the engine takes no adapters.
+    bytes; without both settings the engine takes no adapters. `tensor_parallel` processes of this machine, the ranks,
+    share each layer's weights and compute each step together.
     """
 
     model_path: Path
@@ -227,9 +228,10 @@ class EngineConfig:
     lora_dir: Path | None = None
     lora_hub: bool = False
     lora_memory: int = 1 << 30
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "likely_answer", "lora_memory"):
+        for name in ("block_size", "likely_answer", "lora_memory", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not at least 1")
         if self.max_num_batched_tokens < 0:
