@@ -6,7 +6,6 @@ config ── the model ──> layout, KV cache, Forward, Choose ──> Runner
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import math
 from bisect import bisect_right
@@ -28,18 +27,18 @@ from tandem.engine.forward import (
     CudaCapture,
     DecodeGraphs,
     Forward,
-    PagedAttention,
     Shape,
     Taps,
     TorchForward,
     padded,
-    paged_attention_for,
 )
-from tandem.engine.kernels import AMX, CpuChoose, CpuForward, load_library
+from tandem.engine.kernels import AMX, CpuChoose, CpuForward
 from tandem.engine.kv import KVLayout, torch_dtype
+from tandem.engine.loading import Loaded, lead, load, new_kv_cache
 from tandem.engine.lora import AdapterStore, Base
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.null_runner import NullRunner, null_layout
+from tandem.engine.parallel import NO_RANKS, Ranks, StartRanks, check_split
 from tandem.engine.runner import Runner
 from tandem.engine.sampling import Choose, choose
 from tandem.engine.scheduling import WindowBlocks, Windows
@@ -52,7 +51,7 @@ from tandem.engine.speculation import (
     tapped_layers,
 )
 from tandem.engine.types import EngineConfig, Progress
-from tandem.engine.weights import find_weights, hashing, load_weights, shard_paths
+from tandem.engine.weights import find_weights, hashing, shard_paths
 from tandem.machine import native
 
 log = structlog.get_logger(__name__)
@@ -70,7 +69,8 @@ class Parts(NamedTuple):
     """The parts of an engine: `runner` computes steps over `kv_cache`, whose bytes `layout` describes.
 
     `num_blocks`: of sequences; layers with a window have fewer, which `windows` gives to these. `proposers`
-    maps each method to its proposer. `adapters` is None where the engine takes no adapters.
+    maps each method to its proposer. `adapters` is None where the engine takes no adapters. `ranks`: those beside this
+    process, which computes steps together with them.
     """
 
     model_config: ModelConfig
@@ -81,14 +81,7 @@ class Parts(NamedTuple):
     runner: Runner | NullRunner
     proposers: Mapping[str, Proposer]
     adapters: AdapterStore | None = None
-
-
-class Loaded(NamedTuple):
-    """A model's weights and its attention; `library` is the compiled kernels that compute the model, if any."""
-
-    model: Decoder
-    library: ctypes.CDLL | None
-    attention: PagedAttention
+    ranks: Ranks = NO_RANKS
 
 
 class Computing(NamedTuple):
@@ -99,28 +92,38 @@ class Computing(NamedTuple):
     choose: Choose
 
 
-def build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sleep: Callable[[float], None]) -> Parts:
+class Ports(NamedTuple):
+    """Functions of the outside: `sleep` spends a null engine's time, `start_rank` starts a rank beside this one."""
+
+    on_progress: Progress | None
+    sleep: Callable[[float], None]
+    start_rank: StartRanks
+
+
+def build(config: EngineConfig, cores: Cores, ports: Ports) -> Parts:
     """Builds an engine's parts. Raises ValueError naming the wrong field of the config or file of a checkpoint."""
     with memory_checked(torch.device(config.device)):
-        return _build(config, cores, on_progress, sleep)
+        return _build(config, cores, ports)
 
 
-def _build(config: EngineConfig, cores: Cores, on_progress: Progress | None, sleep: Callable[[float], None]) -> Parts:
+def _build(config: EngineConfig, cores: Cores, ports: Ports) -> Parts:
     model = read_model_config(config.model_path, config.max_model_len)
     if config.null:
         layout = null_layout(config)
         num_blocks = _blocks_told(config, layout) or _blocks_of(_room(config).left(), layout)
-        kv_cache = _kv_cache(layout, config.device, num_blocks)
-        null, proposers = NullRunner(config.null, kv_cache, model.vocab_size, sleep), {"ngram": NgramProposer()}
+        kv_cache = new_kv_cache(layout, config.device, num_blocks)
+        null, proposers = NullRunner(config.null, kv_cache, model.vocab_size, ports.sleep), {"ngram": NgramProposer()}
         return Parts(model, layout, kv_cache, num_blocks, None, null, proposers, _adapters(config, model, layout))
     if model.experts is not None and config.cuda_graphs:
         raise ValueError("cuda_graphs: which experts compute a step is known on the host, which graphs do not ask")
+    if config.tensor_parallel > 1:
+        check_split(model, config.tensor_parallel)
     if model.quantized is not None and config.quantization != "none":
         raise ValueError(f"quantization: {config.quantization}, but the checkpoint is quantized already")
     # Compare names and shapes first, so that a wrong config fails before memory is allocated for its sizes.
     find_weights(Decoder(model, torch.float32, "meta"), config.model_path)
     with hashing(config.model_path, [] if config.revision else shard_paths(config.model_path)) as hashed:
-        parts = _read_parts(config, model, cores, on_progress)
+        parts = _read_parts(config, model, cores, ports)
         revision = _revision(config, model, hashed.result())
     return parts._replace(layout=dataclasses.replace(parts.layout, revision=revision))
 
@@ -135,7 +138,7 @@ def _revision(config: EngineConfig, model: ModelConfig, of_weights: str) -> str:
     return (config.revision or of_weights) + quantization + kv_cache + rope
 
 
-def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progress: Progress | None) -> Parts:
+def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, ports: Ports) -> Parts:
     """Loads the models and builds every part; the layout's revision stays empty."""
     layout = _layout(config, model)
     head = read_head(config.speculative_model) if config.speculative_model else None
@@ -146,33 +149,49 @@ def _read_parts(config: EngineConfig, model: ModelConfig, cores: Cores, on_progr
         raise ValueError("cuda_graphs: eagle3 heads read what goes into layers, which graphs do not keep")
     draft = None if head else _read_draft(config, model)
     layouts = [layout, dataclasses.replace(_layout(config, draft), windows=None)] if draft else [layout]
-    num_blocks = _blocks_told(config, *layouts)
-    if num_blocks:
-        check_memory(config, _weights_bytes(config.model_path, model, layout), layout, num_blocks)
-    room = _room(config) if num_blocks is None else None
-    paths = (config.model_path, config.speculative_model)
-    loaded = [
-        _load(config, path, of, its, on_progress)
-        for path, of, its in zip(paths, (model, draft), layouts, strict=False) if path and of
-    ]  # fmt: skip
-    if room is not None:
-        num_blocks = _blocks_that_fit(config, room, loaded[0], *layouts)
-    assert num_blocks is not None
-    caches = [_kv_cache(its, config.device, num_blocks) for its in layouts]
-    kv_cache, windows = caches[0], WindowBlocks(layout.windows, num_blocks) if layout.windows else None
-    computing = _computing(config, loaded[0], layout, kv_cache, cores, taps)
+    computing, drafting, num_blocks, ranks = _load_all(config, model, draft, layouts, cores, taps, ports)
+    windows = WindowBlocks(layout.windows, num_blocks) if layout.windows else None
     proposers: dict[str, Proposer] = {"ngram": NgramProposer()}
     observer = None
     if head:
         place = torch.empty(0, dtype=torch_dtype(layout.dtype), device=config.device)
         observer = head_proposer(head, config.model_path, model, taps, computing.choose, place)
         proposers[head.method] = observer
-    if draft:
+    if draft and drafting:
         most = config.max_num_batched_tokens
         chunk = min(max_prefill_beside_decode(config, draft) or most, most)
-        proposers["draft"] = DraftProposer(*_computing(config, loaded[1], layouts[1], caches[1], cores), chunk)
+        proposers["draft"] = DraftProposer(*drafting, chunk)
     runner = Runner(*computing, observer, overlaps=config.device != "cpu", windows=windows)
-    return Parts(model, layout, kv_cache, num_blocks, windows, runner, proposers, _adapters(config, model, layout))
+    adapters, kv_cache = _adapters(config, model, layout), computing.kv_cache
+    return Parts(model, layout, kv_cache, num_blocks, windows, runner, proposers, adapters, ranks)
+
+
+def _load_all(
+    config: EngineConfig, model: ModelConfig, draft: ModelConfig | None, layouts: list[KVLayout], cores: Cores,
+    taps: Taps, ports: Ports,
+) -> tuple[Computing, Computing | None, int, Ranks]:  # fmt: skip
+    """Loads the model, whole or among ranks, and its draft. Returns what computes both, the number of blocks, and the
+    other ranks."""
+    num_blocks, ranks = _blocks_told(config, *layouts), NO_RANKS
+    if num_blocks:
+        check_memory(config, _weights_bytes(config.model_path, model, layouts[0]), layouts[0], num_blocks)
+    room = _room(config) if num_blocks is None else None
+    loaded_draft = None
+    if draft and config.speculative_model:
+        loaded_draft = load(config, config.speculative_model, draft, layouts[1], ports.on_progress)
+    if config.tensor_parallel > 1 and num_blocks:
+        led = lead(config, model, layouts[0], num_blocks, ports.start_rank, taps, ports.on_progress)
+        computing, ranks = Computing(led.forward, led.kv_cache, choose), led.ranks
+    else:
+        loaded = load(config, config.model_path, model, layouts[0], ports.on_progress)
+        num_blocks = num_blocks or _blocks_that_fit(config, room or _room(config), loaded, *layouts)
+        kv_cache = new_kv_cache(layouts[0], config.device, num_blocks)
+        computing = _computing(config, loaded, layouts[0], kv_cache, cores, taps)
+    drafting = None
+    if loaded_draft:
+        its_cache = new_kv_cache(layouts[1], config.device, num_blocks)
+        drafting = _computing(config, loaded_draft, layouts[1], its_cache, cores)
+    return computing, drafting, num_blocks, ranks
 
 
 def _adapters(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> AdapterStore | None:
@@ -266,7 +285,7 @@ def _room(config: EngineConfig) -> DeviceRoom:
 def _blocks_that_fit(config: EngineConfig, room: DeviceRoom, loaded: Loaded, *layouts: KVLayout) -> int:
     """Returns how many KV blocks fit into the memory that weights, the largest steps and decode graphs leave free."""
     before = room.left()
-    cache = _kv_cache(layouts[0], config.device, 1)
+    cache = new_kv_cache(layouts[0], config.device, 1)
     plain = TorchForward(loaded.model, cache, loaded.attention)
     runner = Runner(plain, cache, choose)
     for step in largest_steps(config, layouts[0], loaded.model.config.max_model_len):
@@ -287,29 +306,6 @@ def _graphs_bytes(room: DeviceRoom, loaded: Loaded, cache: list[Tensor], shapes:
     graphs = DecodeGraphs(plain, loaded.model, padded(cache), loaded.attention, CudaCapture(), [])
     with torch.inference_mode():
         return graphs_bytes(room, [partial(graphs.captured, shape) for shape in sorted(shapes, reverse=True)])
-
-
-def _kv_cache(layout: KVLayout, device: str, num_blocks: int) -> list[Tensor]:
-    """Allocates each layer's blocks, zeroed: a masked slot is still multiplied by 0, so it must hold a finite number.
-
-    Each layer's memory has one block more after its last, which belongs to no sequence: see `padded`.
-    """
-    shapes = [layout.block_shape(layout.layer_blocks(layer, num_blocks) + 1) for layer in range(layout.num_layers)]
-    return [torch.zeros(shape, dtype=layout.kv_dtype, device=device)[:-1] for shape in shapes]
-
-
-def _load(
-    config: EngineConfig, path: Path, model_config: ModelConfig, layout: KVLayout, on_progress: Progress | None
-) -> Loaded:
-    model = Decoder(model_config, torch_dtype(layout.dtype), config.device)
-    makes_codes = config.quantization != "none" and path == config.model_path
-    library = _kernels(config, model_config, layout)
-    load_weights(model, path, on_progress, keep_codes=library is not None and not makes_codes)
-    if makes_codes:
-        model.quantize(config.quantization)
-    scopes = [layer.attention.scope for layer in model.layers]
-    like = torch.zeros(layout.block_shape(1), dtype=layout.kv_dtype, device=config.device)
-    return Loaded(model, library, paged_attention_for(like, model_config.num_heads, scopes))
 
 
 def _computing(
@@ -344,13 +340,3 @@ def _weights_bytes(path: Path, model: ModelConfig, layout: KVLayout) -> int:
     if model.quantized is not None or (path / WEIGHTS_FILE).exists():
         weights = min(weights, sum(shard.stat().st_size for shard in shard_paths(path)))
     return weights
-
-
-def _kernels(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> ctypes.CDLL | None:
-    """Returns the compiled CPU kernels if they can compute this model on this machine, else None."""
-    if not config.cpu_kernels or config.device != "cpu" or layout.dtype != "bfloat16":
-        return None
-    if misfit := CpuForward.misfit(model):
-        log.warning("CPU kernels are off, torch computes everything", reason=misfit)
-        return None
-    return load_library()

@@ -18,11 +18,12 @@ from itertools import chain
 import torch
 
 from tandem.containment import COMPUTING, NOBODY, SUSPECT, CrashPage
-from tandem.engine.build import build, max_prefill_beside_decode
+from tandem.engine.build import Ports, build, max_prefill_beside_decode
 from tandem.engine.cores import Cores
 from tandem.engine.device import open_device
 from tandem.engine.fitting import sized
 from tandem.engine.kv import SwapSpace
+from tandem.engine.parallel import StartRanks, as_processes
 from tandem.engine.pooling import Poolings
 from tandem.engine.sampling import NamedGuide
 from tandem.engine.scheduling import (
@@ -75,13 +76,14 @@ class Engine:
         crash_page: CrashPage | None = None,
         sleep: Callable[[float], None] = time.sleep,
         now: Callable[[], float] = time.monotonic,
+        start_rank: StartRanks = as_processes,
     ) -> None:
         torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), usable_cpus()))
         config = sized(config, open_device(config.device))
         self._cores = Cores(torch.get_num_threads(), config.shared_cores)
-        parts = build(config, self._cores, on_progress, sleep)
+        parts = build(config, self._cores, Ports(on_progress, sleep, start_rank))
         self.model_config, self.layout, self.kv_cache, self._runner = *parts[:3], parts.runner
-        self.adapters, self.crash_page = parts.adapters, crash_page or CrashPage()
+        self.adapters, self.ranks, self.crash_page = parts.adapters, parts.ranks, crash_page or CrashPage()
         self.grammars = Grammars(config.model_path, self.model_config.vocab_size)
         self._pool = BlockPool(parts.num_blocks, parts.windows)
         most_swapped = config.swap_memory // self.layout.whole_block_bytes

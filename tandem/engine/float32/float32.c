@@ -211,6 +211,7 @@ struct attention {
     const int64_t *starts, *lengths, *table_starts;
     const int32_t *tables;
     int64_t seqs, heads, kv_heads, dim, block_size;
+    int64_t block_stride, value_stride; /* numbers between two blocks, and between keys and values */
     /* Of a layer. Its cache is (blocks, 2, kv_heads, block_size, dim); window: tokens that one sees; 0: all. */
     const float *q, *kv;
     float *out;
@@ -290,8 +291,8 @@ static void find_context(const struct attention *a, int64_t seq, int64_t head, i
     const int64_t size = a->block_size, head_size = size * a->dim;
     for (int64_t i = 0; i < (count + COLUMNS - 1) / COLUMNS * COLUMNS; i++) {
         const int64_t token = first + least(i, count - 1), block = a->tables[a->table_starts[seq] + token / size];
-        r->keys[i] = a->kv + (block * 2 * a->kv_heads + head) * head_size + token % size * a->dim;
-        r->values[i] = r->keys[i] + a->kv_heads * head_size;
+        r->keys[i] = a->kv + block * a->block_stride + head * head_size + token % size * a->dim;
+        r->values[i] = r->keys[i] + a->value_stride;
     }
 }
 

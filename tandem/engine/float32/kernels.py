@@ -35,6 +35,7 @@ class _Attention(ctypes.Structure):
     _fields_ = [
         *((name, _POINTER) for name in ("starts", "lengths", "table_starts", "tables")),
         *((name, _INT) for name in ("seqs", "heads", "kv_heads", "dim", "block_size")),
+        *((name, _INT) for name in ("block_stride", "value_stride")),
         *((name, _POINTER) for name in ("q", "kv", "out")),
         *((name, _INT) for name in ("window", "next")),
     ]
@@ -86,9 +87,9 @@ class Float32Kernels:
         tokens.
         """
         q, (_, _, kv_heads, block_size, dim) = q.contiguous(), kv.shape
-        assert kv.is_contiguous()
+        assert kv[0, 0].is_contiguous()
         out, heads = torch.empty_like(q), q.shape[1]
-        step = _Attention(*rows.addresses(), rows.seqs, heads, kv_heads, dim, block_size)
+        step = _Attention(*rows.addresses(), rows.seqs, heads, kv_heads, dim, block_size, kv.stride(0), kv.stride(1))
         threads = _threads(2 * rows.scores * heads * dim)
         self._attend(ctypes.byref(step), q.data_ptr(), kv.data_ptr(), out.data_ptr(), window, threads)
         return out

@@ -3,13 +3,14 @@
 from tandem.engine.forward.attention import PagedAttention, Shape
 from tandem.engine.forward.decode_graphs import CudaCapture, DecodeGraphs, padded
 from tandem.engine.forward.flashinfer import paged_attention_for
-from tandem.engine.forward.forward import Chunk, Forward, Observer, StepInput, Taps, TorchForward, step_input
+from tandem.engine.forward.forward import Chunk, Forward, Near, Observer, StepInput, Taps, TorchForward, step_input
 
 __all__ = [
     "Chunk",
     "CudaCapture",
     "DecodeGraphs",
     "Forward",
+    "Near",
     "Observer",
     "PagedAttention",
     "Shape",

@@ -9,7 +9,8 @@ first chunk does not read the cache: causal SDPA over its own k and v. `flashinf
 In float32 on a CPU a token's attention is the same, bit for bit, whatever else its step computes: `float32`'s kernels
 compute it, or, where they cannot, `attention_alone`.
 
-A layer's cache is (num_blocks, 2, num_kv_heads, block_size, row), with rows as kv_cache.py has them.
+A layer's cache is (num_blocks, 2, num_kv_heads, block_size, row), with rows as kv_cache.py has them; or a view of some
+heads of such a cache.
 """
 
 from __future__ import annotations
@@ -166,7 +167,9 @@ def make_group(start: int, query_len: int, tables: list[list[int]], lengths: lis
     kv_heads, block_size = kv.shape[2:4]
     width = max(-(-length // block_size) for length in lengths)
     blocks = torch.tensor([(table + [table[0]] * (width - len(table)))[:width] for table in tables])
-    slabs = blocks[None, :, None, :] * 2 * kv_heads + torch.arange(2 * kv_heads).view(2, 1, kv_heads, 1)
+    of_block, of_value = (kv.stride(dim) // kv.stride(2) for dim in (0, 1))
+    slabs = blocks[None, :, None, :] * of_block + torch.arange(kv_heads).view(1, 1, kv_heads, 1)
+    slabs = slabs + torch.tensor([0, of_value]).view(2, 1, 1, 1)
     ends = torch.tensor(lengths)
     asked = ends[:, None] - query_len + torch.arange(query_len)
     behind = asked[:, None, :, None] - torch.arange(width * block_size)
@@ -286,13 +289,21 @@ def _shares(scores: Tensor, rows: int, sinks: Tensor | None) -> Tensor:
 def _gather(kv: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
     """Gathers K and V of the group's contexts: (2, sequences, kv_heads, blocks * block_size, head_dim)."""
     block_size, row = kv.shape[3:]
-    past = kv.view(-1, block_size * row).index_select(0, group.slabs.view(-1))
+    past = _slabs(kv).index_select(0, group.slabs.view(-1))
     past = opened(past.view(*group.slabs.shape, block_size, row), dtype)
     # A masked slot still counts as 0 * its contents, and another sequence may have left NaN there.
     rows = torch.arange(len(group.last_block), device=kv.device)
     ends = past[:, rows, :, group.last_block]  # (sequences, 2, kv_heads, block_size, head_dim)
     past[:, rows, :, group.last_block] = ends.masked_fill(group.unwritten, 0)
     return past.flatten(3, 4)
+
+
+def _slabs(kv: Tensor) -> Tensor:
+    """Views a layer's cache, whole or some of its heads, as (slabs, block_size * row): each block's K or V of a head,
+    those of heads between them included."""
+    size = kv.stride(2)
+    last = sum((kv.shape[dim] - 1) * kv.stride(dim) for dim in range(3)) // size
+    return kv.as_strided((last + 1, size), (size, 1))
 
 
 def paged_decode(q: Tensor, kv: Tensor, tables: Tensor, lengths: Tensor, scope: Scope = PLAIN) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -141,12 +141,16 @@ class Observer(Protocol):
 
 
 class TorchForward:
-    """Runs `model` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, row) per layer."""
+    """Runs `model` over `kv_cache`, one tensor (num_blocks, 2, num_kv_heads, block_size, row) per layer.
+
+    columns: the outputs that `model` has of linear layers of which it has only a part, by their names in a checkpoint.
+    """
 
     def __init__(
-        self, model: Decoder, kv_cache: list[Tensor], attention: PagedAttention | None = None, taps: Taps | None = None
-    ) -> None:
-        self._model, self._kv_cache, self._taps = model, kv_cache, taps or Taps()
+        self, model: Decoder, kv_cache: list[Tensor], attention: PagedAttention | None = None, taps: Taps | None = None,
+        columns: Mapping[str, slice] | None = None,
+    ) -> None:  # fmt: skip
+        self._model, self._kv_cache, self._taps, self._columns = model, kv_cache, taps or Taps(), columns or {}
         self._attention = attention or TorchAttention(kv_cache[0])
 
     def __call__(self, step: StepInput, written: Callable[[int], None] | None = None) -> Tensor:
@@ -168,7 +172,9 @@ class TorchForward:
         return self._model.normed(hidden)
 
     def _adapt(self, step: StepInput) -> RowAdapters | None:
-        return RowAdapters(step.adapters, step.counts, part_sizes(self._model.config)) if any(step.adapters) else None
+        if not any(step.adapters):
+            return None
+        return RowAdapters(step.adapters, step.counts, part_sizes(self._model.config), self._columns)
 
 
 def _seen(step: StepInput, tables: Sequence[Sequence[int]], size: int) -> tuple[Sequence[int], Sequence[Sequence[int]]]:

@@ -41,21 +41,25 @@ class Adapter:
 class RowAdapters:
     """The products that adapters add in one step. `adapters[i]`, if not None, adapts the next `counts[i]` rows.
 
-    `sizes` has the number of outputs of each part of a fused layer.
+    `sizes` has the number of outputs of each part of a fused layer, `columns` those that the layers here have of a
+    part, if not all.
     """
 
     def __init__(
-        self, adapters: Sequence[Adapter | None], counts: Sequence[int], sizes: Mapping[str, Sequence[int]]
-    ) -> None:
-        self._runs, self._sizes = list(runs(adapters, counts)), sizes
+        self, adapters: Sequence[Adapter | None], counts: Sequence[int], sizes: Mapping[str, Sequence[int]],
+        columns: Mapping[str, slice],
+    ) -> None:  # fmt: skip
+        self._runs, self._sizes, self._columns = list(runs(adapters, counts)), sizes, columns
 
     def __call__(self, layer: int, name: str, x: Tensor, out: Tensor) -> None:
         """Adds the adapters' products to `out`, the output of the linear layer `name` for the input `x`."""
         for adapter, begin, end in self._runs:
             first = 0
             for part, size in zip(PARTS[name], self._sizes[name], strict=True):
+                own = self._columns.get(part, slice(0, size))
+                size = own.stop - own.start
                 if (found := adapter.layers[layer].get(part)) is not None:
-                    out[begin:end, first : first + size] += linear(linear(x[begin:end], found.down), found.up.T)
+                    out[begin:end, first : first + size] += linear(linear(x[begin:end], found.down), found.up.T[own])
                 first += size
 
 

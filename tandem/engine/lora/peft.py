@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem.engine.lora.adapter import PARTS, Adapter, LowRank
-from tandem.engine.models import ModelConfig
+from tandem.engine.models import ModelConfig, is_exact
 
 log = structlog.get_logger(__name__)
 MAX_RANK = 256
@@ -116,7 +116,7 @@ def read_adapter(folder: Path, base: Base, place: Tensor) -> Adapter:
         scaled, placed = up.to(torch.float32).T * _scale(said, module, len(down)), _placed(down, place)
         parts, sizes = PARTS.get(_FUSED.get(name, ""), (name,)), part_sizes(base.config).get(_FUSED.get(name, ""))
         for part, outputs in zip(parts, torch.split(scaled, list(sizes or (len(up),)), dim=1), strict=True):
-            layers[layer][part] = LowRank(placed, _placed(outputs, place))
+            layers[layer][part] = LowRank(placed, _up_placed(outputs, place))
     return Adapter(revision, layers)
 
 
@@ -202,6 +202,11 @@ def _scale(said: Mapping[str, Any], module: str, rank: int) -> float:
             alpha = float(other)
             break
     return alpha / (math.sqrt(rank) if said.get("use_rslora") else rank)
+
+
+def _up_placed(up: Tensor, place: Tensor) -> Tensor:
+    """Places (rank, outputs) such that the float32 kernels, which read outputs one after the other, can multiply it."""
+    return _placed(up.T, place).T if is_exact(place) else _placed(up, place)
 
 
 def _placed(tensor: Tensor, place: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class MLP:
         self, config: ModelConfig, layer: int, place: Tensor, name: str = "mlp", inner: int = 0,
         parts: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        self.layer, self._activation = layer, ACTIVATIONS[config.activation]
+        self.layer, self.activation = layer, ACTIVATIONS[config.activation]
         hidden, inner = config.hidden_size, inner or config.intermediate_size
         *of_gate_up, of_down = parts or (FUSED if config.fused_gate_up else GATE_UP_DOWN)
         sizes = {f"{name}.{part}": 2 * inner // len(of_gate_up) for part in of_gate_up}
@@ -52,7 +52,7 @@ class MLP:
     def __call__(self, x: Tensor, adapt: Adapt) -> Tensor:
         gate_up = self.gate_up(x)
         adapt(self.layer, "gate_up", x, gate_up)
-        inner = self._activation(gate_up)
+        inner = self.activation(gate_up)
         out = self.down(inner)
         adapt(self.layer, "down", inner, out)
         return out

@@ -55,13 +55,17 @@ class _Entries(RootModel[dict[str, _Entry]]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """A tensor's shape with the interface of a slice of safetensors."""
+class _GgufSlice:
+    """A tensor with the interface of a slice of safetensors: its shape, and some of its rows, which alone are read."""
 
-    shape: list[int]
+    file: GgufFile
+    name: str
 
     def get_shape(self) -> list[int]:
-        return self.shape
+        return self.file.entry(self.name).shape
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.file.get_rows(self.name, rows)
 
 
 class GgufFile:
@@ -78,15 +82,27 @@ class GgufFile:
     def keys(self) -> list[str]:
         return list(self._entries)
 
-    def get_slice(self, name: str) -> _Shape:
-        return _Shape(self._entries[name].shape)
+    def entry(self, name: str) -> _Entry:
+        return self._entries[name]
+
+    def get_slice(self, name: str) -> _GgufSlice:
+        return _GgufSlice(self, name)
 
     def get_tensor(self, name: str) -> Tensor:
         """Returns a tensor: unchanged if the file has it in a float type of PLAIN, else dequantized to float32."""
+        return self._tensor(name, self._entries[name])
+
+    def get_rows(self, name: str, rows: slice) -> Tensor:
+        """Returns some rows of a tensor, of whole heads where it has heads."""
         entry = self._entries[name]
+        of_each, count = entry.nbytes // entry.shape[0], rows.stop - rows.start
+        part = {"shape": [count, *entry.shape[1:]], "offset": entry.offset + rows.start * of_each}
+        return self._tensor(name, entry.model_copy(update=part | {"nbytes": count * of_each}))
+
+    def _tensor(self, name: str, entry: _Entry) -> Tensor:
         if entry.type in PLAIN:
             return self._in_order(name, self._bytes(entry).view(PLAIN[entry.type]).view(entry.shape))
-        return self.quantized(name).dense(torch.float32)
+        return self._quantized(name, entry).dense(torch.float32)
 
     def is_quantized(self, name: str) -> bool:
         return self._entries[name].type not in PLAIN
@@ -97,7 +113,9 @@ class GgufFile:
         Raises:
             ValueError: the tensor's rows are not whole blocks.
         """
-        entry = self._entries[name]
+        return self._quantized(name, self._entries[name])
+
+    def _quantized(self, name: str, entry: _Entry) -> QuantizedWeight:
         block, read, bits = BLOCKS[entry.type]
         rows, inputs = entry.shape
         if inputs % block.numbers or entry.nbytes != rows * inputs // block.numbers * block.bytes:
@@ -114,7 +132,8 @@ class GgufFile:
         heads = self._turned.get(".".join(name.split(".")[-2:-1]))
         if heads is None:
             return rows
-        return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+        pairs = self._entries[name].shape[0] // heads // 2
+        return rows.view(-1, pairs, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,17 @@ class IndexFile(ModelFile):
     weight_map: dict[str, str]
 
 
-def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None, keep_codes: bool = False) -> None:
+def load_weights(
+    model: Decoder, path: Path, on_progress: Progress | None = None, keep_codes: bool = False,
+    rows: Mapping[str, Sequence[range]] | None = None,
+) -> None:  # fmt: skip
     """Fills `model` from the folder at `path`. Raises ValueError naming the tensor or file that is wrong.
 
     `keep_codes`: quantized tensors of a GGUF file stay quantized; otherwise they are dequantized, one at a time.
+    `rows`: the rows of a checkpoint's tensor that the model has, by the layer or tensor of which it has only a part.
     """
-    targets, sources = model.checkpoint_tensors(), find_weights(model, path)
+    whole = model if rows is None else Decoder(model.config, torch.float32, "meta")
+    targets, sources, rows = model.checkpoint_tensors(), find_weights(whole, path), rows or {}
     wanted = {name: tensor.nbytes for name, tensor in targets.items() if _is_there(model, name, sources)}
     total, done = sum(wanted.values()), 0
 
@@ -50,13 +56,24 @@ def load_weights(model: Decoder, path: Path, on_progress: Progress | None = None
     for name in wanted:
         if name not in kept and not _is_packed(model, name, sources):
             with _open(sources[name], model) as file:
-                targets[name].copy_(file.get_tensor(name))
+                targets[name].copy_(_rows_of(file, name, rows))
             note(name)
     if (form := model.config.quantized) is not None:
-        for linear, names, sizes in model.fused():
-            _load_packed(model, linear, names, sizes, form, sources)
+        sizes_of = {names: sizes for _, names, sizes in whole.fused()}
+        for linear, names, _ in model.fused():
+            _load_packed(model, linear, names, sizes_of[names], form, sources, rows)
             weights = [f"{name}.weight" for name in names]
             note(*(weight for weight in weights if _is_packed(model, weight, sources)))
+
+
+def _rows_of(file: Any, name: str, rows: Mapping[str, Sequence[range]]) -> Tensor:
+    """Reads a tensor, or only those of its rows that are needed."""
+    needed = rows.get(name) or rows.get(name.rpartition(".")[0])
+    if needed is None:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
+    whole = file.get_slice(name)
+    return torch.cat([whole[part.start : part.stop] for part in needed])
 
 
 def _load_codes(model: Decoder, path: Path, note: Callable[..., None]) -> set[str]:
@@ -133,10 +150,10 @@ def _is_packed(model: Decoder, name: str, sources: Mapping[str, Path]) -> bool:
 
 def _load_packed(
     model: Decoder, linear: Linear, names: Sequence[str], sizes: Sequence[int], form: CheckpointFormat,
-    sources: Mapping[str, Path],
+    sources: Mapping[str, Path], rows: Mapping[str, Sequence[range]],
 ) -> None:  # fmt: skip
-    """Loads a linear layer's quantized parts. The layer stays quantized if all parts are quantized alike; otherwise the
-    quantized parts are dequantized."""
+    """Loads a linear layer's quantized parts, of `sizes` outputs in the checkpoint. The layer stays quantized if all
+    parts are quantized alike; otherwise the quantized parts are dequantized."""
     inputs, parts = linear.weight.shape[1], list[QuantizedWeight | Fp8Weight | Tensor | None]()
     assert isinstance(linear.weight, Tensor)
     for name, outputs in zip(names, sizes, strict=True):
@@ -148,6 +165,7 @@ def _load_packed(
             raise ValueError(f"{name}: {error}") from None
         if linear.bias is None and any(bias.any() for _, bias in _tensors_of(model, name, ("bias",), sources)):
             raise ValueError(f"tensor {name}.bias: the model has no bias there")
+    parts = [part if part is None else _part_of(part, rows.get(name)) for part, name in zip(parts, names, strict=True)]
     in_fp8 = [part for part in parts if isinstance(part, Fp8Weight | Tensor)]
     if len(in_fp8) == len(parts) and linear.weight.is_cuda:
         linear.weight = as_fp8(in_fp8, linear.weight.device)
@@ -156,9 +174,21 @@ def _load_packed(
     if len(packed) == len(parts) and all(_lies_as(part, packed[0]) for part in packed):
         linear.weight = joined(packed, linear.weight.device)
         return
-    for part, target in zip(parts, torch.split(linear.weight, list(sizes)), strict=True):
+    for part, target in zip(parts, torch.split(linear.weight, list(linear.parts.values())), strict=True):
         if part is not None:
             target.copy_(part if isinstance(part, Tensor) else part.dense(target.dtype))
+
+
+def _part_of(
+    part: QuantizedWeight | Fp8Weight | Tensor, rows: Sequence[range] | None
+) -> QuantizedWeight | Fp8Weight | Tensor:
+    """Returns the rows of a quantized weight that are needed; None: all."""
+    if rows is None:
+        return part
+    which = torch.cat([torch.arange(some.start, some.stop) for some in rows])
+    if isinstance(part, QuantizedWeight):
+        return replace(part, codes=part.codes[which], scales=part.scales[which], offsets=part.offsets[which])
+    return (part if isinstance(part, Tensor) else part.dense(torch.float32))[which]
 
 
 def _lies_as(part: QuantizedWeight, other: QuantizedWeight) -> bool:

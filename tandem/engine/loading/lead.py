@@ -1,0 +1,60 @@
+"""The leader's side of loading: it starts the other ranks, loads its own shard meanwhile, and waits for theirs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.engine.forward import Taps
+from tandem.engine.kv import KVLayout
+from tandem.engine.loading.jobs import RankJob
+from tandem.engine.loading.loaded import load_shard, shared_kv_bytes, shared_kv_cache
+from tandem.engine.models import ModelConfig
+from tandem.engine.parallel import (
+    Exchange,
+    RankDied,
+    RankedForward,
+    RankMemory,
+    Ranks,
+    Rooms,
+    Shard,
+    SharedMemory,
+    StartRanks,
+)
+from tandem.engine.types import EngineConfig, Progress
+
+
+class Led(NamedTuple):
+    """A forward pass by all ranks, the KV cache that they share, and the ranks beside the leader."""
+
+    forward: RankedForward
+    kv_cache: list[Tensor]
+    ranks: Ranks
+
+
+def lead(
+    config: EngineConfig, model: ModelConfig, layout: KVLayout, num_blocks: int, start: StartRanks, taps: Taps,
+    on_progress: Progress | None,
+) -> Led:  # fmt: skip
+    """Loads a model among `config.tensor_parallel` ranks. Raises ValueError naming what is wrong."""
+    count = config.tensor_parallel
+    rooms = Rooms.of(model, count, config.max_num_batched_tokens)
+    memory = RankMemory(SharedMemory.new(rooms.size), SharedMemory.new(shared_kv_bytes(layout, num_blocks)))
+    threads = max(1, torch.get_num_threads() // count)
+    exchange = Exchange(memory.exchange, rooms, 0, count, lambda: ranks.check())
+    jobs = [RankJob(Shard(rank, count), config, model, layout, num_blocks, rooms, threads) for rank in range(1, count)]
+    ranks = Ranks([start(job, memory) for job in jobs], exchange)
+    try:
+        torch.set_num_threads(threads)
+        kv_cache = shared_kv_cache(layout, num_blocks, memory.kv)
+        loaded = load_shard(config, model, layout, Shard(0, count), exchange, on_progress)
+        exchange.meet()
+    except RankDied as died:
+        ranks.close()
+        raise ValueError(f"tensor_parallel: {died} while it loaded") from None
+    except BaseException:
+        ranks.close()
+        raise
+    return Led(RankedForward(loaded.forward(kv_cache, taps), loaded.model, exchange), kv_cache, ranks)

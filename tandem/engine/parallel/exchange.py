@@ -1,0 +1,144 @@
+"""Memory that the ranks share, and their meetings there: a rank writes its part, meets the others, and reads the whole.
+
+lines      a counter a rank for meetings, one for messages, one a rank that shows it is alive (exchange.c)
+message    what the leader says to the other ranks
+places     each for one thing that ranks compute together: a rank writes there again only after a later meeting, at
+           which no other rank can still read what was there before
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tandem.engine.parallel.rooms import MESSAGE_BYTES, Rooms
+from tandem.machine.native import NotCompiled, compiled
+
+SOURCE = Path(__file__).with_name("exchange.c")
+LINE = 64  # bytes
+PATIENCE_US = 20_000  # the time after which a rank that waits looks whether the others are alive
+
+_LENGTH = 8
+
+
+class SharedMemory:
+    """Zeroed memory that processes share: a file without a name, which ends with its last user."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        """Maps a file of another process, or of this one."""
+        self.fd, self.size = fd, size
+        self._map = mmap.mmap(fd, size)
+        self.view = memoryview(self._map)
+
+    @classmethod
+    def new(cls, size: int) -> SharedMemory:
+        fd = os.memfd_create("tandem-ranks")
+        os.ftruncate(fd, size)
+        return cls(fd, size)
+
+    @classmethod
+    def of_process(cls, pid: int, fd: int, size: int) -> SharedMemory:
+        """Maps the file `fd` of the process `pid`."""
+        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), size)
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if not (count := math.prod(shape)):
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def close(self) -> None:
+        """Closes the file. The memory stays until nothing of this process uses it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Exchange:
+    """A rank's part in the meetings. `look` is called while another rank is late; it raises if that rank has died."""
+
+    def __init__(self, memory: SharedMemory, rooms: Rooms, rank: int, ranks: int, look: Callable[[], None]) -> None:
+        self.rank, self.ranks, self.rooms = rank, ranks, rooms
+        self._memory, self._look, self._library = memory, look, _library()
+        base = ctypes.addressof(ctypes.c_char.from_buffer(memory.view))
+        self._lines = base + rooms.at["lines"]
+        self._own, self._said = self._lines + rank * LINE, self._lines + ranks * LINE
+        self._met = self._heard = 0
+        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._beats = memory.view[(ranks + 1) * LINE :][: ranks * LINE].cast("I")
+
+    def place(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Returns the place (rows, width), which all ranks read and write."""
+        if rows > self.rooms.max_rows:
+            raise ValueError(f"a step of {rows} tokens, where there is room for {self.rooms.max_rows}")
+        if (flat := self._flat.get((name, dtype))) is None:
+            room = self.rooms.bytes_of[name] // dtype.itemsize
+            flat = self._flat[name, dtype] = self._memory.tensor(self.rooms.at[name], (room,), dtype)
+        return flat[: rows * width].view(rows, width)
+
+    def gathered(self, name: str, own: Tensor, first: int, width: int) -> Tensor:
+        """Returns (rows, width) of all ranks; `own` (rows, columns) are this rank's from column `first` on."""
+        whole = self.place(name, len(own), width, own.dtype)
+        whole[:, first : first + own.shape[1]] = own
+        self.meet()
+        return whole
+
+    def meet(self) -> None:
+        """Waits until all ranks have come as far as this one."""
+        self._met = self._met + 1 & 0xFFFFFFFF
+        self._library.tandem_count_up(self._own)
+        while self._library.tandem_wait_for_all(self._lines, self.ranks, self._met, PATIENCE_US) >= 0:
+            self._look()
+
+    def say(self, message: bytes) -> None:
+        """Gives the other ranks a message; all must have met since the one before."""
+        if len(message) + _LENGTH > MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(message)} bytes, where there is room for {MESSAGE_BYTES - _LENGTH}")
+        at = self.rooms.at["message"]
+        self._memory.view[at : at + _LENGTH] = len(message).to_bytes(_LENGTH, "little")
+        self._memory.view[at + _LENGTH : at + _LENGTH + len(message)] = message
+        self._library.tandem_count_up(self._said)
+
+    def hear(self) -> memoryview:
+        """Waits for the leader's next message."""
+        self._heard = self._heard + 1 & 0xFFFFFFFF
+        while self._library.tandem_wait(self._said, self._heard, PATIENCE_US):
+            self._look()
+        at = self.rooms.at["message"]
+        length = int.from_bytes(self._memory.view[at : at + _LENGTH], "little")
+        return self._memory.view[at + _LENGTH : at + _LENGTH + length]
+
+    def beat(self) -> None:
+        """Shows the leader that this rank is alive."""
+        self._beats[self.rank * LINE // 4] = (self._beats[self.rank * LINE // 4] + 1) & 0xFFFFFFFF
+
+    def beats(self, rank: int) -> int:
+        """Returns a number that changes as long as a rank is alive."""
+        return self._beats[rank * LINE // 4]
+
+
+def library_path(cache: Path | None = None) -> Path:
+    """Compiles the library if necessary. Raises NotCompiled."""
+    return compiled(SOURCE, (), cache=cache)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """Raises ValueError if this machine cannot have the library."""
+    try:
+        library = ctypes.CDLL(str(library_path()))
+    except (OSError, NotCompiled) as error:
+        raise ValueError(f"tensor_parallel: ranks meet in compiled code, and {error}") from None
+    line, count = ctypes.c_void_p, ctypes.c_uint32
+    library.tandem_wait.argtypes = line, count, ctypes.c_int64
+    library.tandem_count_up.argtypes, library.tandem_count_up.restype = (line,), count
+    library.tandem_wait_for_all.argtypes = line, ctypes.c_int64, count, ctypes.c_int64
+    library.tandem_wait.restype = library.tandem_wait_for_all.restype = ctypes.c_int64
+    return library

@@ -1,0 +1,116 @@
+"""The ranks beside the leader: starting them, noticing that one has died or stands still, ending them.
+
+A rank shows ten times a second that it is alive (Exchange.beat). The leader counts only time in which it was awake
+itself, so a starved machine is no dead rank.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tandem.engine.parallel.exchange import Exchange, SharedMemory
+from tandem.process import dying_with_parent
+
+BEAT_S = 0.1
+STALLED_S = 1.5  # a rank that has shown no life for so long stands still
+AWAKE_S = 0.3  # the most that one look adds to that time
+START_S = 600.0  # the longest until a rank's first beat
+END_S = 5.0
+
+
+class RankDied(Exception):
+    """The error that a rank has ended, or stands still; no step can be computed any more."""
+
+
+class RunningRank(Protocol):
+    """A rank that runs."""
+
+    def ended(self) -> str:
+        """Returns how it has ended; empty while it runs."""
+
+    def kill(self) -> None:
+        """Ends it, and waits for its end for a bounded time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The memory that all ranks of an engine share: for their meetings, and the KV cache."""
+
+    exchange: SharedMemory
+    kv: SharedMemory
+
+
+# Starts the rank whose job (anything that can be pickled) it gets, with the memory that it shares.
+StartRanks = Callable[[Any, RankMemory], RunningRank]
+
+
+class Ranks:
+    """The other ranks of an engine. `check` may be called by several threads."""
+
+    def __init__(self, running: Sequence[RunningRank] = (), exchange: Exchange | None = None) -> None:
+        self._running, self._exchange, self._lock = running, exchange, threading.Lock()
+        self._seen, self._quiet_s, self._looked = [0] * len(running), [0.0] * len(running), time.monotonic()
+        self.died = ""
+
+    def check(self) -> None:
+        """Raises RankDied if a rank has ended or stands still; the rank is then killed."""
+        with self._lock:
+            self.died = self.died or self._look()
+        if self.died:
+            raise RankDied(self.died)
+
+    def close(self) -> None:
+        for rank in self._running:
+            rank.kill()
+
+    def _look(self) -> str:
+        now = time.monotonic()
+        awake_s, self._looked = min(now - self._looked, AWAKE_S), now
+        for i, rank in enumerate(self._running):
+            if how := rank.ended():
+                return f"rank {i + 1} {how}"
+            beats = self._exchange.beats(i + 1) if self._exchange else 0
+            self._quiet_s[i] = self._quiet_s[i] + awake_s if beats == self._seen[i] else 0.0
+            self._seen[i] = beats
+            if self._quiet_s[i] > (STALLED_S if beats else START_S):
+                rank.kill()
+                return f"rank {i + 1} stood still for {self._quiet_s[i]:.1f} s"
+        return ""
+
+
+NO_RANKS = Ranks()
+
+
+class RankProcess:
+    """A rank in a process of its own, which dies with this one's thread that starts it."""
+
+    def __init__(self, job: Any, memory: RankMemory) -> None:
+        fds = memory.exchange.fd, memory.kv.fd
+        sizes = memory.exchange.size, memory.kv.size
+        self._child = subprocess.Popen(
+            dying_with_parent(sys.executable, "-m", "tandem.engine.loading.rank"), stdin=subprocess.PIPE, pass_fds=fds,
+            env=dict(os.environ),
+        )  # fmt: skip
+        assert self._child.stdin is not None
+        with self._child.stdin as channel:
+            channel.write(pickle.dumps((job, fds, sizes)))
+
+    def ended(self) -> str:
+        status = self._child.poll()
+        return "" if status is None else f"ended with status {status}"
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait(END_S)
+
+
+def as_processes(job: Any, memory: RankMemory) -> RunningRank:
+    return RankProcess(job, memory)
