@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tandem.engine.kv import KVLayout
     from tandem.engine.lora import AdapterStore, AdapterStoreFull
     from tandem.engine.models import ModelConfig
+    from tandem.engine.parallel import RankDied
     from tandem.engine.scheduling import ExpectedBlocks, LentBlocks
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "LentBlocks",
     "ModelConfig",
     "Progress",
+    "RankDied",
     "Request",
     "SampledToken",
     "SamplingParams",
@@ -54,6 +56,7 @@ _WITH_TORCH = {
     "kv": ("KVLayout",),
     "lora": ("AdapterStore", "AdapterStoreFull"),
     "models": ("ModelConfig",),
+    "parallel": ("RankDied",),
     "scheduling": ("LentBlocks", "ExpectedBlocks"),
 }
 __getattr__ = lazily(__name__, _WITH_TORCH)

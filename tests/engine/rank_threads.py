@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,20 @@ class RankThread:
     """A rank in a thread, which ends when it next waits for others."""
 
     def __init__(self, job: Any, memory: RankMemory) -> None:
-        self._end, self.error = threading.Event(), ""
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(job, memory), daemon=True)
         self._thread.start()
 
-    def ended(self) -> str:
-        return "" if self._thread.is_alive() else f"ended: {self.error}"
+    def status(self) -> int | None:
+        return None if self._thread.is_alive() else 1
 
     def kill(self) -> None:
         self._end.set()
         self._thread.join(30)
 
     def _run(self, job: Any, memory: RankMemory) -> None:
-        try:
+        with suppress(RankEnded):
             serve(job, memory, self._look, self._end)
-        except RankEnded:
-            pass
-        except BaseException as error:
-            self.error = repr(error)
-            raise
 
     def _look(self) -> None:
         if self._end.is_set():

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tandem.containment import RAISED, OomKills
 from tandem.engine.parallel.exchange import Exchange, SharedMemory
 from tandem.process import dying_with_parent
 
@@ -23,18 +24,26 @@ BEAT_S = 0.1
 STALLED_S = 1.5  # a rank that has shown no life for so long stands still
 AWAKE_S = 0.3  # the most that one look adds to that time
 START_S = 600.0  # the longest until a rank's first beat
+COUNT_S = 1.0  # the time between two counts of OOM kills
 END_S = 5.0
 
 
 class RankDied(Exception):
-    """The error that a rank has ended, or stands still; no step can be computed any more."""
+    """The error that a rank has ended, or stands still; no step can be computed any more.
+
+    cause: a signal's name, OOM, RAISED, or empty if unknown.
+    """
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class RunningRank(Protocol):
     """A rank that runs."""
 
-    def ended(self) -> str:
-        """Returns how it has ended; empty while it runs."""
+    def status(self) -> int | None:
+        """Returns the status with which it has ended, as subprocess does; None while it runs."""
 
     def kill(self) -> None:
         """Ends it, and waits for its end for a bounded time."""
@@ -58,32 +67,37 @@ class Ranks:
     def __init__(self, running: Sequence[RunningRank] = (), exchange: Exchange | None = None) -> None:
         self._running, self._exchange, self._lock = running, exchange, threading.Lock()
         self._seen, self._quiet_s, self._looked = [0] * len(running), [0.0] * len(running), time.monotonic()
-        self.died = ""
+        self._oom_kills, self._counted = OomKills(), self._looked
+        self._died: tuple[str, str] | None = None
 
     def check(self) -> None:
         """Raises RankDied if a rank has ended or stands still; the rank is then killed."""
         with self._lock:
-            self.died = self.died or self._look()
-        if self.died:
-            raise RankDied(self.died)
+            self._died = self._died or self._look()
+        if self._died:
+            raise RankDied(*self._died)
 
     def close(self) -> None:
         for rank in self._running:
             rank.kill()
 
-    def _look(self) -> str:
+    def _look(self) -> tuple[str, str] | None:
         now = time.monotonic()
         awake_s, self._looked = min(now - self._looked, AWAKE_S), now
+        if now > self._counted + COUNT_S:
+            self._counted = now
+            self._oom_kills.look()
         for i, rank in enumerate(self._running):
-            if how := rank.ended():
-                return f"rank {i + 1} {how}"
+            if (status := rank.status()) is not None:
+                cause = self._oom_kills.how_it_died(status) or RAISED
+                return f"rank {i + 1} ended with status {status}", cause
             beats = self._exchange.beats(i + 1) if self._exchange else 0
             self._quiet_s[i] = self._quiet_s[i] + awake_s if beats == self._seen[i] else 0.0
             self._seen[i] = beats
             if self._quiet_s[i] > (STALLED_S if beats else START_S):
                 rank.kill()
-                return f"rank {i + 1} stood still for {self._quiet_s[i]:.1f} s"
-        return ""
+                return f"rank {i + 1} stood still for {self._quiet_s[i]:.1f} s", ""
+        return None
 
 
 NO_RANKS = Ranks()
@@ -103,9 +117,8 @@ class RankProcess:
         with self._child.stdin as channel:
             channel.write(pickle.dumps((job, fds, sizes)))
 
-    def ended(self) -> str:
-        status = self._child.poll()
-        return "" if status is None else f"ended with status {status}"
+    def status(self) -> int | None:
+        return self._child.poll()
 
     def kill(self) -> None:
         self._child.kill()

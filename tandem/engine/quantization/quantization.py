@@ -58,7 +58,8 @@ def quantize(weight: Tensor, method: str) -> QuantizedWeight:
         scales = (weight.float().abs().amax(dim=1, keepdim=True) / 127).bfloat16()
         offsets = -128 * scales
         return QuantizedWeight(_codes(weight, scales, offsets, 8), scales, offsets, 8)
-    groups = weight.float().view(len(weight), -1, math.gcd(weight.shape[1], GROUP))
+    group = math.gcd(weight.shape[1], GROUP)
+    groups = weight.float().view(len(weight), weight.shape[1] // group, group)
     low, high = groups.amin(dim=2), groups.amax(dim=2)
     best = torch.full_like(low, math.inf)
     scales, offsets = torch.empty_like(low, dtype=torch.bfloat16), torch.empty_like(low, dtype=torch.bfloat16)
@@ -73,7 +74,7 @@ def quantize(weight: Tensor, method: str) -> QuantizedWeight:
 
 
 def _codes(weight: Tensor, scales: Tensor, offsets: Tensor, bits: int) -> Tensor:
-    found = weight.to(torch.float32, copy=True).view(*scales.shape, -1)
+    found = weight.to(torch.float32, copy=True).view(*scales.shape, weight.shape[1] // scales.shape[1])
     inverse = scales.float().reciprocal().nan_to_num(posinf=0.0)
     found.sub_(offsets.float()[..., None]).mul_(inverse[..., None])
     return found.round_().clamp_(0, 2**bits - 1).to(torch.uint8).view(weight.shape)

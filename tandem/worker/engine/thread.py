@@ -75,6 +75,7 @@ class EngineThread(EnginePort):
         self._compiling.close()
         if self._thread.ident is not None:
             self._thread.join(JOIN_S)
+        self.engine.ranks.close()
 
     def _put(self, commands: list[Command]) -> None:
         self._inbox.put(commands)

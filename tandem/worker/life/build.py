@@ -20,7 +20,7 @@ import structlog
 
 from tandem import rpc
 from tandem.containment import RAISED, death_of
-from tandem.engine import SequenceOutput
+from tandem.engine import RankDied, SequenceOutput
 from tandem.liveness import Starvation
 from tandem.process import IntegrityReport, RunningSettings
 from tandem.registry import Distance, LiveWorker, RegistryUnavailable, WorkerInfo, WorkerLoad
@@ -65,6 +65,7 @@ class Worker:
         ports.engine.engine.crash_page.begin(self.context.incarnation)
         self._ports = ports
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._error: BaseException | None = None
         self._leaving = asyncio.Event()
         self._told_stuck = False
         self._cold_start, self._held_at = dict(ports.cold_start), 0.0
@@ -213,9 +214,11 @@ class Worker:
         Raises:
             EngineStuck: a step takes longer than `max_step_s` (times 1 + starvation on a busy machine).
             EngineDied: the engine has ended.
+            RankDied: a rank of the engine has ended, or stands still.
         """
         engine, longest = self._ports.engine, self.context.settings.max_step_s
         while engine.busy_s <= longest * (1 + self._starvation.now()):
+            engine.engine.ranks.check()
             if self._is_stuck() is not self._told_stuck:
                 self._lease.renew_now()
             engine.engine.crash_page.note_oom_kills(self._ports.oom_kills())
@@ -244,8 +247,10 @@ class Worker:
         return True
 
     async def _report_death(self) -> None:
-        """Reports the sequences of the step that raised; gateways ask for them once their streams have ended."""
-        death = death_of(self._ports.engine.engine.crash_page.read(), RAISED)
+        """Reports the sequences of the step that raised or killed a rank; gateways ask for them once their streams have
+        ended."""
+        cause = self._error.cause if isinstance(self._error, RankDied) else RAISED
+        death = death_of(self._ports.engine.engine.crash_page.read(), cause)
         if death is not None:
             with suppress(RegistryUnavailable):  # without a report, all sequences that were here stay suspects
                 await self._ports.registry.report_death(death)
@@ -281,6 +286,7 @@ class Worker:
 
     def _fail(self, error: BaseException) -> None:
         if not self._ended.done():
+            self._error = error
             self._ended.set_exception(error)
 
 

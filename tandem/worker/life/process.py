@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from tandem import rpc
 from tandem.containment import oom_kills_here
-from tandem.engine import Engine, KVLayout
+from tandem.engine import Engine, KVLayout, RankDied
 from tandem.ids import RandomIds
 from tandem.liveness import CpuPressure, gone_here, this_process
 from tandem.machine.garbage import settled
@@ -57,7 +57,7 @@ def run_worker(settings: WorkerSettings, role: Role, build: Callable[[WorkerCont
         engine, start = loaded_engine(settings, worker_id, _Progress(worker_id))
         ports = process_ports(settings, engine, traces.recent, tuned_by(traces))
         uvloop.run(_run(settings, worker_id, replace(ports, cold_start={"process": process_s, **start}), build))
-    except (OSError, ValueError, EngineStuck) as error:
+    except (OSError, ValueError, EngineStuck, RankDied) as error:
         raise SystemExit(f"{worker_id}: {error}") from error
     finally:
         traces.close()
