@@ -259,6 +259,10 @@ class EngineConfig:
             raise ValueError(f"lora_dir: {self.lora_dir} is no folder")
         if self.null and self.speculative_model:
             raise ValueError("speculative_model: the null engine has no model to draft for")
+        if self.null and self.tensor_parallel > 1:
+            raise ValueError("tensor_parallel: the null engine has no weights to share")
+        if self.device != "cpu" and self.tensor_parallel > 1:
+            raise ValueError("tensor_parallel: ranks share their KV cache in the host's memory, on GPUs not yet")
 
     def with_sizes(self, max_num_batched_tokens: int, max_num_seqs: int | None) -> EngineConfig:
         return replace(self, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)

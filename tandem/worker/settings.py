@@ -107,7 +107,16 @@ class WorkerSettings(RequestSettings, MetricsSettings):
     )
     lora_memory: ByteSize = Field(ByteSize(2**30), description="memory for adapters; others are read again when used")
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of the engine (default: torch's choice, at most the CPUs it may use)"
+        None,
+        ge=1,
+        description="CPU threads of the engine, of all its ranks together (default: torch's choice, at most the CPUs "
+        "it may use)",
+    )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=8,
+        description="ranks: processes that share each layer's weights and compute each step together; docs/parallel.md",
     )
     shared_cores: Path | None = Field(None, description="folder where one machine's workers lend out idle cores")
     crash_dir: Path = Field(
@@ -165,6 +174,7 @@ class WorkerSettings(RequestSettings, MetricsSettings):
             lora_memory=int(self.lora_memory),
             num_threads=self.threads,
             shared_cores=self.shared_cores,
+            tensor_parallel=self.tensor_parallel,
             null=self.null_step if self.engine == "null" else None,
         )
 

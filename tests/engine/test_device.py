@@ -67,6 +67,18 @@ def test_graphs_need_a_gpu(demo_model: Path) -> None:
         EngineConfig(model_path=demo_model, model_name="demo", cuda_graphs=True)
 
 
+def test_several_ranks_need_weights_and_the_hosts_memory(demo_model: Path) -> None:
+    assert WorkerSettings(model_path=demo_model, tensor_parallel=2).engine_config().tensor_parallel == 2
+    assert WorkerSettings(model_path=demo_model, device="cuda", engine="null").engine_config().tensor_parallel == 1
+    with pytest.raises(ValueError, match=r"tensor_parallel: the null engine has no weights to share"):
+        WorkerSettings(model_path=demo_model, tensor_parallel=2, engine="null").engine_config()
+    with pytest.raises(ValueError, match=r"tensor_parallel: .* on GPUs not yet"):
+        WorkerSettings(model_path=demo_model, tensor_parallel=2, device="cuda").engine_config()
+    for number in (0, 9):
+        with pytest.raises(ValueError, match=r"tensor_parallel\n.* (greater|less) than or equal to"):
+            WorkerSettings(model_path=demo_model, tensor_parallel=number)
+
+
 def test_a_cache_that_does_not_fit_is_named_with_what_is_free() -> None:
     with pytest.raises(ValueError, match=r"kv_memory: .* on cuda:0, which has 3\.0 GiB of 80\.0 GiB free"):  # noqa: SIM117
         with memory_checked(torch.device("cuda:0"), TwoDevices()):

@@ -263,6 +263,19 @@ def test_what_a_gpu_pool_says_is_what_its_worker_reads(monkeypatch: pytest.Monke
     assert (os.environ["NCCL_SOCKET_IFNAME"], os.environ["CUDA_MPS_PIPE_DIRECTORY"]) == ("eth0", "/mps")
 
 
+def test_ranks_of_a_pool_are_what_its_worker_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = values_of("cpu-trial")
+    values["pools"] = [
+        {"name": "prefill", "role": "prefill", "model": "demo", "settings": {"tensor_parallel": 2}},
+        {"name": "decode", "role": "decode", "model": "demo"},
+    ]
+    deployments = {o["metadata"]["name"]: o["spec"]["template"] for o in of_kind(render(values), "Deployment")}
+    assert "TANDEM_TENSOR_PARALLEL" not in environment(deployments["rel-decode"])
+    for name, value in environment(deployments["rel-prefill"]).items():
+        monkeypatch.setenv(name, value or "somewhere")
+    assert load(PrefillSettings, []).engine_config().tensor_parallel == 2
+
+
 @pytest.mark.parametrize("name", [name for name in SETS if name.startswith("gpu-")])
 def test_models_of_the_examples_fit_their_gpus(name: str) -> None:
     values = values_of(name)
