@@ -23,6 +23,11 @@ class MemoryNeed:
     kv: int
     overhead: int = WORKER_OVERHEAD
 
+    @classmethod
+    def of(cls, weights: int, kv: int, ranks: int) -> MemoryNeed:
+        """Returns the need of a worker of so many processes, which share weights and KV."""
+        return cls(weights, kv, ranks * WORKER_OVERHEAD)
+
     @property
     def total(self) -> int:
         return self.weights + self.kv + self.overhead

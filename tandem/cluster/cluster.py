@@ -15,7 +15,6 @@ A file has the shape of the Helm chart's values, as far as they mean anything ou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from socket import gethostname
 from typing import Annotated, Any, Literal
@@ -34,6 +33,7 @@ from pydantic import (
 
 from tandem.aliases import Alias
 from tandem.checkpoints import HUB, WHEELS, is_name
+from tandem.cluster.quantities import amount_of, seconds_of
 from tandem.cluster.service import Service
 from tandem.hosts import with_bare_hosts
 from tandem.machine.resources import usable_cpus
@@ -43,22 +43,8 @@ from tandem.settings import Settings
 Name = Annotated[str, Field(pattern="^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
 DEFAULT_NAMESPACE = "tandem"  # every service's default
 RESERVED = ("gateway", "kvstore")
-UNITS: dict[str, Fraction | int] = {"": 1, "m": Fraction(1, 1000), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-TIMES = {"": 1, "s": 1, "m": 60, "h": 3600}
 # The idle time after which such a model stops, unless the file sets another.
 IDLE_S = 300.0
-
-
-def seconds_of(said: Any) -> Any:
-    """Returns 90, 90s, 10m or 1h as seconds; anything else unchanged, for the schema to refuse."""
-    text = str(said)
-    number = text.rstrip("smh")
-    unit = TIMES.get(text.removeprefix(number))
-    try:
-        return float(number) * unit if unit else said
-    except ValueError:
-        return said
 
 
 Seconds = Annotated[float, BeforeValidator(seconds_of), Field(gt=0, allow_inf_nan=False)]
@@ -75,7 +61,7 @@ class Resources(_Part):
     limits: dict[str, str | int | float] = {}
 
     def amounts(self) -> dict[str, float]:
-        return {name: _quantity(name, value) for name, value in (self.limits | self.requests).items()}
+        return {name: amount_of(name, value) for name, value in (self.limits | self.requests).items()}
 
     @model_validator(mode="after")
     def _readable(self) -> Resources:
@@ -142,6 +128,15 @@ class Pool(Replicas):
     name: Name
     role: Literal["prefill", "decode"]
     model: Name
+
+    @property
+    def ranks(self) -> int:
+        """Returns the number of processes of each of its workers."""
+        return int(self.settings.get("tensor_parallel", 1))
+
+    @property
+    def text(self) -> str:
+        return f"{self.replicas} {self.name}" + (f" (TP {self.ranks})" if self.ranks > 1 else "")
 
 
 class Redis(_Part):
@@ -240,15 +235,17 @@ class Cluster(_Part):
         return self.model_copy(update={"gateway": gateway})
 
     def worker_services(self, redis_url: str, folder: Path) -> list[Service]:
-        """Returns the workers. A worker without a cpu resource has an equal part of the usable cores, and borrows
-        others. All of a machine's workers share `folder`."""
-        num_workers = sum(pool.replicas for pool in self.pools)
-        part = max(1, usable_cpus() // max(1, num_workers))
+        """Returns the workers. The ranks of workers without a cpu resource have equal parts of the usable cores, and
+        borrow others; a cpu resource is at least a core a rank. All of a machine's workers share `folder`."""
+        num_ranks = sum(pool.replicas * pool.ranks for pool in self.pools)
+        part = max(1, usable_cpus() // max(1, num_ranks))
 
         def worker(pool: Pool, name: str) -> Service:
             resources = pool.resources.amounts()
-            cores: dict[str, object] = {"threads": part, "shared_cores": folder / "cores"}
+            cores: dict[str, object] = {"threads": part * pool.ranks, "shared_cores": folder / "cores"}
             if "cpu" in resources:
+                if pool.ranks > 1:
+                    resources["cpu"] = max(pool.ranks, resources["cpu"])
                 cores = {"threads": max(1, int(resources["cpu"]))}
             own = {"crash_dir": folder / "crashes", "metrics_port": 0} | cores | pool.settings | {"worker_id": name}
             settings = self._of_model(pool.model) | self._shared(redis_url) | own
@@ -388,12 +385,3 @@ def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def _are_maps(*values: object) -> bool:
     return all(isinstance(value, dict) for value in values)
-
-
-def _quantity(name: str, value: str | float) -> float:
-    text = str(value)
-    number = text.rstrip("mkMGTi")
-    try:
-        return float(Fraction(number) * UNITS[text.removeprefix(number)])
-    except (KeyError, ValueError):
-        raise ValueError(f"{name}: {value!r} is not a quantity such as 2, 500m or 4Gi") from None

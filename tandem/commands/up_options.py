@@ -126,6 +126,12 @@ class UpSettings(ClusterSettings):
     decode_kv_memory: ByteSize | None = Field(
         None, description="KV cache of each decode worker; if not given, 512MiB, or 8MiB with the null engine"
     )
+    prefill_tensor_parallel: int | None = Field(
+        None, ge=1, le=8, description="processes that share each prefill worker's layers; if not given, 1"
+    )
+    decode_tensor_parallel: int | None = Field(
+        None, ge=1, le=8, description="processes that share each decode worker's layers; if not given, 1"
+    )
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus answer; if not given, the model's")
     max_num_seqs: int | None = Field(
         None,
@@ -233,7 +239,10 @@ class UpSettings(ClusterSettings):
         """Returns the memory that a model's workers need. `weights`: bytes in the checkpoint."""
         held = held_weights(weights, self.dtype, self.quantization)
         kv = {"prefill": self.prefill_kv_memory, "decode": self.decode_kv_memory}
-        needs = {role: MemoryNeed(held, int(kv[role] or KV_MEMORY[self.engine, role])) for role in kv}
+        ranks = {"prefill": self.prefill_tensor_parallel, "decode": self.decode_tensor_parallel}
+        needs = {
+            role: MemoryNeed.of(held, int(kv[role] or KV_MEMORY[self.engine, role]), ranks[role] or 1) for role in kv
+        }
         return [need for role, need in needs.items() for _ in range(self._count(role, model))]
 
     def _idle(self, model: str) -> dict[str, object]:
@@ -300,7 +309,8 @@ class UpSettings(ClusterSettings):
 
     def _pool(self, role: str, model_id: str, model: str, environment: Mapping[str, str]) -> dict[str, object]:
         memory = self.prefill_kv_memory if role == "prefill" else self.decode_kv_memory
-        settings: dict[str, object] = {}
+        ranks = self.prefill_tensor_parallel if role == "prefill" else self.decode_tensor_parallel
+        settings: dict[str, object] = {"tensor_parallel": ranks} if ranks else {}
         if memory or "TANDEM_KV_MEMORY" not in environment:
             settings["kv_memory"] = int(memory or KV_MEMORY[self.engine, role])
         if role == "decode":

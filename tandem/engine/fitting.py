@@ -53,7 +53,7 @@ def check_memory(
         weights: bytes, before any quantization.
     """
     kv = layout.cache_bytes(num_blocks)
-    needs = [MemoryNeed(held_weights(weights, "auto", config.quantization), kv)]
+    needs = [MemoryNeed.of(held_weights(weights, "auto", config.quantization), kv, config.tensor_parallel)]
     available = usable_memory() if config.device == "cpu" else cuda.mem_get_info()[1]
     if why := misfit(needs, available):
         raise ValueError(f"model_path: {why}")

@@ -50,6 +50,27 @@ def test_workers_without_a_cpu_resource_share_the_machine(tmp_path: Path) -> Non
     assert [service.threads for service in services] == [max(1, usable_cpus() // 2)] * 2
 
 
+def test_ranks_of_workers_without_a_cpu_resource_share_the_machine(tmp_path: Path) -> None:
+    pools = [PREFILL | {"settings": {"tensor_parallel": 2}}, DECODE | {"replicas": 2}]
+    made = Cluster.model_validate(cluster(pools=pools))
+    services = made.worker_services("redis://here", tmp_path)
+    assert [service.settings.get("tensor_parallel") for service in services] == [2, None, None]
+    part = max(1, usable_cpus() // 4)
+    assert [service.threads for service in services] == [2 * part, part, part]
+    assert [pool.text for pool in made.pools] == ["1 prefill (TP 2)", "2 decode"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cpu", "reserved", "threads"), [(1, "500m", 0.5, 1), (2, "500m", 2, 2), (2, 6, 6, 6)]
+)
+def test_a_cpu_resource_is_at_least_a_core_a_rank(
+    tmp_path: Path, ranks: int, cpu: Any, reserved: float, threads: int
+) -> None:
+    pool = DECODE | {"settings": {"tensor_parallel": ranks}, "resources": {"requests": {"cpu": cpu}}}
+    (service,) = Cluster.model_validate(cluster(pools=[pool])).worker_services("redis://here", tmp_path)
+    assert (service.resources, service.threads, service.settings["threads"]) == ({"cpu": reserved}, threads, threads)
+
+
 def test_gateways_are_told_the_aliases_that_models_name() -> None:
     two = [MODEL | {"aliases": {"fast": 0.9}}, MODEL | {"id": "o", "name": "other", "aliases": {"fast": "fallback"}}]
     pools = [DECODE, DECODE | {"name": "others", "model": "o"}]

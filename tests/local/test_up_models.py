@@ -8,6 +8,7 @@ import pytest
 
 from tandem.cluster import Cluster
 from tandem.commands.up import DEMO_MODEL, UpSettings
+from tandem.commands.up.models import need_of
 from tandem.settings import load
 
 
@@ -43,6 +44,23 @@ def test_several_models_have_pools_of_their_own(other: Path) -> None:
     assert len(made.gateway_services("redis://here")) == 1
 
 
+def test_each_role_has_its_own_number_of_ranks() -> None:
+    made = cluster(str(DEMO_MODEL), "--prefill-tensor-parallel=2")
+    assert [pool.settings.get("tensor_parallel") for pool in made.pools] == [2, None]
+    made = cluster(str(DEMO_MODEL), "--prefill-tensor-parallel=4", "--decode-tensor-parallel=1")
+    assert [pool.settings.get("tensor_parallel") for pool in made.pools] == [4, 1]
+
+
+def test_each_rank_is_a_process_that_takes_memory() -> None:
+    alone, shared = (
+        load(UpSettings, [str(DEMO_MODEL), "--decode=2", f"--decode-tensor-parallel={ranks}"], "tandem up").needs(100)
+        for ranks in (1, 3)
+    )
+    assert [(need.weights, need.kv) for need in shared] == [(need.weights, need.kv) for need in alone]
+    assert [need.overhead / alone[0].overhead for need in shared] == [1, 3, 3]
+    assert need_of({"tensor_parallel": 3, "kv_memory": "512MiB"}, 100) == shared[1]
+
+
 def test_one_may_stop_when_it_is_idle(other: Path) -> None:
     made = cluster(f"--model={other}", f"--model=demo={DEMO_MODEL}", "--idle-stop=demo=10m", "--awake-models=1")
     assert [(model.name, model.idle and model.idle.stop) for model in made.models] == [
@@ -75,7 +93,18 @@ def test_what_is_wrong_is_named(options: tuple[str, ...], words: str) -> None:
         cluster(*options)
 
 
-@pytest.mark.parametrize("option", ["--decode=0", "--decode=a=0", "--decode=a=", "--prefill=x", "--prefill=-1"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--decode=0",
+        "--decode=a=0",
+        "--decode=a=",
+        "--prefill=x",
+        "--prefill=-1",
+        "--decode-tensor-parallel=0",
+        "--prefill-tensor-parallel=9",
+    ],
+)
 def test_numbers_are_numbers(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cluster(f"--model=a={DEMO_MODEL}", option)

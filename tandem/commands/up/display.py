@@ -54,7 +54,7 @@ def note_of(settings: UpSettings, plan: ClusterPlan) -> dict[str, str]:
         "model": ", ".join(model.name for model in plan.cluster.models),
         "http": ", ".join(dict.fromkeys(f"http://{plan.url(gateway)}" for gateway in plan.gateways)),
         "grpc": ", ".join(dict.fromkeys(plan.url(gateway, "grpc_port") for gateway in plan.gateways)),
-        "workers": ", ".join(f"{pool.replicas} {pool.name}" for pool in plan.cluster.pools),
+        "workers": ", ".join(pool.text for pool in plan.cluster.pools),
         "logs": str(settings.logs.absolute()),
         "registry": registry_name(plan.redis_url, plan.cluster.namespace),
     }
@@ -66,7 +66,7 @@ def status(settings: UpSettings, plan: ClusterPlan, seconds: float, capacities: 
         table.add_row("model", f"{model.name}  ({model.weights.url or model.weights.path})")
         if model.name in capacities:
             table.add_row("at once", capacities[model.name])
-    pools = (f"{pool.replicas} {pool.name}" for pool in plan.cluster.pools)
+    pools = (pool.text for pool in plan.cluster.pools)
     engine = ", null engine: no model computes" if settings.engine == "null" else ""
     table.add_row("workers", ", ".join(pools) + engine)
     for http in dict.fromkeys(plan.url(gateway) for gateway in plan.gateways):

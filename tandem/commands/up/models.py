@@ -68,4 +68,5 @@ def need_of(settings: dict[str, Any], weights: int) -> MemoryNeed:
     if settings.get("engine") == "null":
         weights = 0
     held = held_weights(weights, str(settings.get("dtype", "auto")), str(settings.get("quantization", "none")))
-    return MemoryNeed(held, int(TypeAdapter(ByteSize).validate_python(settings.get("kv_memory") or DEFAULT_KV)))
+    kv = int(TypeAdapter(ByteSize).validate_python(settings.get("kv_memory") or DEFAULT_KV))
+    return MemoryNeed.of(held, kv, int(settings.get("tensor_parallel", 1)))
