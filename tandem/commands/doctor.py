@@ -215,11 +215,11 @@ async def _worker(worker: LiveWorker, settings: DoctorSettings) -> Finding:
             stub = health_pb2_grpc.HealthStub(channel)
             answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=settings.timeout_s)
     except aio.AioRpcError as error:
-        return Finding(info.worker_id, False, f"{info.grpc_address}: {error.code().name}: {error.details()}")
+        return Finding(info.title, False, f"{info.grpc_address}: {error.code().name}: {error.details()}")
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
     state = "serving" if serving else "not serving"
     blocks = f"{load_.free_blocks} of {info.num_blocks} blocks free"
-    return Finding(info.worker_id, serving, f"{info.grpc_address}: {state} {info.model}, {blocks}")
+    return Finding(info.title, serving, f"{info.grpc_address}: {state} {info.model}, {blocks}")
 
 
 def _whole(who: str, report: IntegrityReport) -> Finding:
@@ -251,7 +251,7 @@ def _unchecked(why: str) -> IntegrityReport:
 
 
 async def _pair(prefill: LiveWorker, decode: LiveWorker, settings: DoctorSettings) -> Finding:
-    what = f"{prefill.info.worker_id} -> {decode.info.worker_id}"
+    what = f"{prefill.info.title} -> {decode.info.title}"
     if prefill.info.layout_hash != decode.info.layout_hash:
         return Finding(what, False, "their KV layouts differ (dtype or block size): they never pair")
     request = prefill_pb2.ProbeLinkRequest(decode_worker=decode.info.worker_id)
@@ -266,7 +266,7 @@ async def _pair(prefill: LiveWorker, decode: LiveWorker, settings: DoctorSetting
     moved = f"{answer.bytes:,} bytes over {transport} and back in {answer.elapsed_us / 1000:.2f} ms"
     refused = "".join(f"; fell back from {name}: {why}" for name, why in answer.refused.items())
     way = prefill.info.location.way_to(decode.info.location)
-    link = prefill.info.worker_id, decode.info.worker_id, f"{rate:.1f} GB/s, {way}"
+    link = prefill.info.title, decode.info.title, f"{rate:.1f} GB/s, {way}"
     return Finding(what, True, f"{moved} ({rate:.1f} GB/s, {way}){refused}", link)
 
 

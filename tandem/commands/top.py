@@ -116,7 +116,7 @@ def _row(worker: LiveWorker, decodes: set[str]) -> Sequence[Any]:
     links = f"{len(decodes.intersection(load_.linked))} of {len(decodes)}" if info.role is Role.PREFILL else ""
     state = "[red]stuck[/]" if load_.stuck else "[yellow]draining[/]" if load_.draining else "[green]serving[/]"
     return (
-        info.worker_id, state, info.model, str(load_.num_running), str(load_.num_waiting), str(load_.queued_tokens),
+        info.title, state, info.model, str(load_.num_running), str(load_.num_waiting), str(load_.queued_tokens),
         f"{used:.0%}", _rate(worker), links,
     )  # fmt: skip
 

@@ -51,7 +51,7 @@ class ModelKey(NamedTuple):
         return f"{self.name}@{self.fingerprint}"
 
 
-SIZES = ("block_size", "num_blocks", "max_num_seqs", "max_model_len")
+SIZES = ("block_size", "num_blocks", "max_num_seqs", "max_model_len", "tensor_parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,16 @@ class WorkerInfo:
     zone: str = ""
     vocab_size: int = 0  # the size of its logits, which may differ from the tokenizer's; 0: unknown
     kept_blocks: int = 0  # blocks that its tiers below the cache can keep
+    tensor_parallel: int = 1  # ranks: processes that compute its steps together
 
     @property
     def key(self) -> ModelKey:
         return ModelKey(self.model, self.fingerprint)
+
+    @property
+    def title(self) -> str:
+        """Returns its name for people, with the number of its ranks if there are several."""
+        return self.worker_id + (f" (TP {self.tensor_parallel})" if self.tensor_parallel > 1 else "")
 
     @property
     def location(self) -> Location:

@@ -32,7 +32,8 @@ async def register(url: str) -> None:
     registry = Registry.connect(url, namespace="top")
     try:
         await registry.leases.register(info("decode-0", Role.DECODE), LOAD, 600.0)
-        await registry.leases.register(info("prefill-0", Role.PREFILL), replace(LOAD, linked=("of decode-0",)), 600.0)
+        shared = replace(info("prefill-0", Role.PREFILL), tensor_parallel=2)
+        await registry.leases.register(shared, replace(LOAD, linked=("of decode-0",)), 600.0)
     finally:
         await registry.close()
 
@@ -62,7 +63,7 @@ def test_a_terminal_shows_workers_their_load_and_links() -> None:
         command = [sys.executable, "-m", "tandem", "top", f"--redis-url={server.url}", "--namespace=top"]
         seen = drawn(command, until="1 of 1")
     assert "\x1b[?1049h" in seen  # a screen of its own
-    for word in ("decode-0", "prefill-0", "serving", "777", "75%", "4,321", "1 of 1"):
+    for word in ("decode-0 ", "prefill-0 (TP 2)", "serving", "777", "75%", "4,321", "1 of 1"):
         assert word in seen, word
 
 

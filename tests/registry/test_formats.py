@@ -160,6 +160,15 @@ def test_what_a_newer_release_says_more_is_not_read() -> None:
     assert parse_adapter("a", '["/a", "r", "m", 1]') == AdapterRef("a", "/a", "r", "m")
 
 
+async def test_a_worker_that_says_no_number_of_ranks_has_one(registry: Registry, redis: Redis, namespace: str) -> None:
+    await registry.leases.register(worker_info("d0", Role.DECODE, tensor_parallel=4), worker_load(), TTL)
+    (worker,) = await registry.workers()
+    assert (worker.info.tensor_parallel, worker.info.title) == (4, "d0 (TP 4)")
+    assert await redis.hdel(f"{key_prefix(namespace)}worker:d0", "tensor_parallel") == 1
+    (worker,) = await registry.workers()
+    assert (worker.info.tensor_parallel, worker.info.title) == (1, "d0")
+
+
 async def test_the_last_release_is_left_alone_or_understood(
     registry: Registry, redis: Redis, namespace: str, older: Path
 ) -> None:

@@ -303,5 +303,6 @@ def _info(
         max_num_seqs=engine.max_num_seqs, max_model_len=engine.model_config.max_model_len,
         vocab_size=engine.model_config.vocab_size, kept_blocks=context.ports.tiers.size if context.ports.tiers else 0,
         transports=settings.kv_transports, host=hostname, process=context.ports.process, fingerprint=fingerprint,
+        tensor_parallel=settings.tensor_parallel,
         metrics_address=rpc.address(host, metrics_port) if metrics_port else "", **context.location._asdict(),
     )  # fmt: skip
