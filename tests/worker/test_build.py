@@ -93,6 +93,21 @@ async def test_a_worker_lives_in_any_thread_and_registers_in_its_namespace(
         await others.close()
 
 
+async def test_a_worker_registers_with_the_number_of_its_ranks(demo_model: Path) -> None:
+    with RedisServer.start() as redis:
+        registry = Registry.connect(redis.url, timeout=30.0)
+        settings = DecodeSettings(
+            model_path=demo_model, redis_url=redis.url, worker_id="w0", tensor_parallel=2, num_blocks=16
+        )
+
+        async def registered() -> bool:
+            return [worker.info.title for worker in await registry.workers()] == ["w0 (TP 2)"]
+
+        async with running(settings, DecodeWorker):
+            await eventually(registered, "it says how many ranks it has")
+        await registry.close()
+
+
 async def test_a_worker_follows_the_log_level_of_its_file_and_what_is_set_over_it(
     demo_model: Path, tmp_path: Path
 ) -> None:
