@@ -38,7 +38,7 @@ from tandem.engine.loading import Loaded, lead, load, new_kv_cache
 from tandem.engine.lora import AdapterStore, Base
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.null_runner import NullRunner, null_layout
-from tandem.engine.parallel import NO_RANKS, Ranks, StartRanks, check_split
+from tandem.engine.parallel import NO_RANKS, Ranks, StartRank, check_split
 from tandem.engine.runner import Runner
 from tandem.engine.sampling import Choose, choose
 from tandem.engine.scheduling import WindowBlocks, Windows
@@ -97,7 +97,7 @@ class Ports(NamedTuple):
 
     on_progress: Progress | None
     sleep: Callable[[float], None]
-    start_rank: StartRanks
+    start_rank: StartRank
 
 
 def build(config: EngineConfig, cores: Cores, ports: Ports) -> Parts:

@@ -23,7 +23,7 @@ from tandem.engine.cores import Cores
 from tandem.engine.device import open_device
 from tandem.engine.fitting import sized
 from tandem.engine.kv import SwapSpace
-from tandem.engine.parallel import StartRanks, as_processes
+from tandem.engine.parallel import StartRank, as_processes
 from tandem.engine.pooling import Poolings
 from tandem.engine.sampling import NamedGuide
 from tandem.engine.scheduling import (
@@ -65,7 +65,8 @@ class Engine:
     caches, `model_config` describes the model. Raises ValueError naming the wrong field of the config or file.
     `on_progress` is called while weights load. A null engine spends its steps' time in `sleep`; any engine measures
     its steps with `now`. Any thread may use `grammars` and `adapters` (None where the engine takes no adapters).
-    `crash_page` always records which requests the engine computes.
+    `crash_page` always records which requests the engine computes. `ranks`, which `start_rank` started, compute steps
+    together with this process; close them at the end.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Engine:
         crash_page: CrashPage | None = None,
         sleep: Callable[[float], None] = time.sleep,
         now: Callable[[], float] = time.monotonic,
-        start_rank: StartRanks = as_processes,
+        start_rank: StartRank = as_processes,
     ) -> None:
         torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), usable_cpus()))
         config = sized(config, open_device(config.device))
@@ -94,12 +95,9 @@ class Engine:
             self._pool, self._swap, block_size=config.block_size, prefix_caching=config.enable_prefix_caching
         )
         self._scheduler = Scheduler(
-            self._blocks,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            pace=self._pace,
-            max_num_seqs=config.max_num_seqs or self._pool.num_blocks,
-            overlaps=self._runner.overlaps,
-        )
+            self._blocks, max_num_batched_tokens=config.max_num_batched_tokens, pace=self._pace,
+            max_num_seqs=config.max_num_seqs or self._pool.num_blocks, overlaps=self._runner.overlaps,
+        )  # fmt: skip
         self.max_num_seqs = self._scheduler.max_num_seqs
         self._speculator = Speculator(
             parts.proposers, self._scheduler, self.model_config.max_model_len, now, jump_forward=config.jump_forward

@@ -13,15 +13,15 @@ from tandem.engine.loading.jobs import RankJob
 from tandem.engine.loading.loaded import load_shard, shared_kv_bytes, shared_kv_cache
 from tandem.engine.models import ModelConfig
 from tandem.engine.parallel import (
-    Exchange,
     RankDied,
     RankedForward,
+    RankExchange,
     RankMemory,
     Ranks,
     Rooms,
     Shard,
     SharedMemory,
-    StartRanks,
+    StartRank,
 )
 from tandem.engine.types import EngineConfig, Progress
 
@@ -35,7 +35,7 @@ class Led(NamedTuple):
 
 
 def lead(
-    config: EngineConfig, model: ModelConfig, layout: KVLayout, num_blocks: int, start: StartRanks, taps: Taps,
+    config: EngineConfig, model: ModelConfig, layout: KVLayout, num_blocks: int, start: StartRank, taps: Taps,
     on_progress: Progress | None,
 ) -> Led:  # fmt: skip
     """Loads a model among `config.tensor_parallel` ranks. Raises ValueError naming what is wrong."""
@@ -43,7 +43,7 @@ def lead(
     rooms = Rooms.of(model, count, config.max_num_batched_tokens)
     memory = RankMemory(SharedMemory.new(rooms.size), SharedMemory.new(shared_kv_bytes(layout, num_blocks)))
     threads = max(1, torch.get_num_threads() // count)
-    exchange = Exchange(memory.exchange, rooms, 0, count, lambda: ranks.check())
+    exchange = RankExchange(memory.exchange, rooms, 0, count, lambda: ranks.check())
     jobs = [RankJob(Shard(rank, count), config, model, layout, num_blocks, rooms, threads) for rank in range(1, count)]
     ranks = Ranks([start(job, memory) for job in jobs], exchange)
     try:

@@ -14,7 +14,7 @@ from tandem.engine.forward import PagedAttention, Taps, TorchForward, paged_atte
 from tandem.engine.kernels import CpuForward, load_library
 from tandem.engine.kv import KVLayout, torch_dtype
 from tandem.engine.models import Decoder, ModelConfig
-from tandem.engine.parallel import Exchange, Shard, ShardedDecoder, SharedMemory, part_columns
+from tandem.engine.parallel import RankExchange, Shard, ShardedDecoder, SharedMemory, part_columns
 from tandem.engine.types import EngineConfig, Progress
 from tandem.engine.weights import load_weights
 
@@ -60,7 +60,7 @@ def load(
 
 
 def load_shard(
-    config: EngineConfig, model_config: ModelConfig, layout: KVLayout, shard: Shard, exchange: Exchange,
+    config: EngineConfig, model_config: ModelConfig, layout: KVLayout, shard: Shard, exchange: RankExchange,
     on_progress: Progress | None = None,
 ) -> LoadedShard:  # fmt: skip
     """Loads a rank's shard of the engine's model."""

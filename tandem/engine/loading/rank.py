@@ -15,35 +15,42 @@ import torch
 from tandem.engine.forward import TorchForward
 from tandem.engine.loading.jobs import RankJob
 from tandem.engine.loading.loaded import load_shard, shared_kv_cache
-from tandem.engine.parallel import Exchange, RankMemory, SharedMemory
-from tandem.engine.parallel.ranks import BEAT_S
-from tandem.engine.parallel.steps import AdapterViews, StepMessage, read
+from tandem.engine.parallel import (
+    BEAT_S,
+    AdapterViews,
+    RankExchange,
+    RankMemory,
+    ShardedDecoder,
+    SharedMemory,
+    StepMessage,
+    read_message,
+)  # fmt: skip
 
 
 def serve(job: RankJob, memory: RankMemory, look: Callable[[], None], ended: threading.Event) -> None:
     """Loads the rank's shard, meets the others, and computes each step that the leader says, until `look` raises."""
     shard = job.shard
-    exchange = Exchange(memory.exchange, job.rooms, shard.rank, shard.ranks, look)
+    exchange = RankExchange(memory.exchange, job.rooms, shard.rank, shard.ranks, look)
     threading.Thread(target=_beat, args=(exchange, ended), name=f"rank-{shard.rank}-beats", daemon=True).start()
     kv_cache = shared_kv_cache(job.layout, job.num_blocks, memory.kv)
     loaded = load_shard(job.config, job.model, job.layout, shard, exchange)
     forward = loaded.forward(kv_cache)
     exchange.meet()
     with torch.inference_mode():
-        _compute(forward, loaded.model.gather_logits, exchange)
+        _compute(forward, loaded.model, exchange)
 
 
-def _compute(forward: TorchForward, gather_logits: Callable[[torch.Tensor], torch.Tensor], exchange: Exchange) -> None:
+def _compute(forward: TorchForward, model: ShardedDecoder, exchange: RankExchange) -> None:
     adapters, hidden = AdapterViews(), torch.empty(0)
     while True:
-        message = read(exchange.hear())
+        message = read_message(exchange.hear())
         if isinstance(message, StepMessage):
             hidden = forward(adapters.step(message))
         else:
-            gather_logits(hidden[torch.tensor(message.rows)])
+            model.gather_logits(hidden[torch.tensor(message.rows)])
 
 
-def _beat(exchange: Exchange, ended: threading.Event) -> None:
+def _beat(exchange: RankExchange, ended: threading.Event) -> None:
     while not ended.wait(BEAT_S):
         exchange.beat()
 

@@ -4,7 +4,7 @@ from tandem.engine.models.attention import Attend, Attention, Scope
 from tandem.engine.models.config import ExpertsConfig, ModelConfig, Rope
 from tandem.engine.models.decoder import Decoder, DecoderLayer
 from tandem.engine.models.experts import Experts
-from tandem.engine.models.linear import ROWS_ALIKE, Linear, is_exact, linear, rms_norm, unadapted
+from tandem.engine.models.linear import ROWS_ALIKE, Adapt, Linear, dense, is_exact, linear, rms_norm, unadapted
 from tandem.engine.models.mlp import MLP
 from tandem.engine.models.read_config import read_model_config
 from tandem.engine.models.rope import cos_sin, inverse_frequencies
@@ -12,6 +12,7 @@ from tandem.engine.models.rope import cos_sin, inverse_frequencies
 __all__ = [
     "MLP",
     "ROWS_ALIKE",
+    "Adapt",
     "Attend",
     "Attention",
     "Decoder",
@@ -23,6 +24,7 @@ __all__ = [
     "Rope",
     "Scope",
     "cos_sin",
+    "dense",
     "inverse_frequencies",
     "is_exact",
     "linear",

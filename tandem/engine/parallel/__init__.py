@@ -8,17 +8,29 @@ rank, exactly as a single rank would compute it. The KV cache lies in shared mem
 each rank reads and writes its own heads there.
 """
 
-from tandem.engine.parallel.exchange import Exchange, SharedMemory
+from tandem.engine.parallel.exchange import RankExchange, SharedMemory
 from tandem.engine.parallel.leader import RankedForward
-from tandem.engine.parallel.ranks import NO_RANKS, RankDied, RankMemory, Ranks, RunningRank, StartRanks, as_processes
+from tandem.engine.parallel.ranks import (
+    BEAT_S,
+    NO_RANKS,
+    RankDied,
+    RankMemory,
+    Ranks,
+    RunningRank,
+    StartRank,
+    as_processes,
+)
 from tandem.engine.parallel.rooms import Rooms
 from tandem.engine.parallel.sharded import ShardedDecoder, part_columns
 from tandem.engine.parallel.sharding import Shard, check_split
+from tandem.engine.parallel.steps import AdapterViews, StepMessage, read_message
 
 __all__ = [
+    "BEAT_S",
     "NO_RANKS",
-    "Exchange",
+    "AdapterViews",
     "RankDied",
+    "RankExchange",
     "RankMemory",
     "RankedForward",
     "Ranks",
@@ -27,8 +39,10 @@ __all__ = [
     "Shard",
     "ShardedDecoder",
     "SharedMemory",
-    "StartRanks",
+    "StartRank",
+    "StepMessage",
     "as_processes",
     "check_split",
     "part_columns",
+    "read_message",
 ]

@@ -24,7 +24,8 @@ from tandem.machine.native import NotCompiled, compiled
 
 SOURCE = Path(__file__).with_name("exchange.c")
 LINE = 64  # bytes
-PATIENCE_US = 20_000  # the time after which a rank that waits looks whether the others are alive
+# The time after which a rank that waits for others looks whether they are alive, and after which an idle one does.
+PATIENCE_US, IDLE_US = 20_000, 200_000
 
 _LENGTH = 8
 
@@ -61,7 +62,7 @@ class SharedMemory:
             self.fd = -1
 
 
-class Exchange:
+class RankExchange:
     """A rank's part in the meetings. `look` is called while another rank is late; it raises if that rank has died."""
 
     def __init__(self, memory: SharedMemory, rooms: Rooms, rank: int, ranks: int, look: Callable[[], None]) -> None:
@@ -109,7 +110,7 @@ class Exchange:
     def hear(self) -> memoryview:
         """Waits for the leader's next message."""
         self._heard = self._heard + 1 & 0xFFFFFFFF
-        while self._library.tandem_wait(self._said, self._heard, PATIENCE_US):
+        while self._library.tandem_wait(self._said, self._heard, IDLE_US):
             self._look()
         at = self.rooms.at["message"]
         length = int.from_bytes(self._memory.view[at : at + _LENGTH], "little")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.forward import StepInput, TorchForward
-from tandem.engine.parallel.exchange import Exchange
+from tandem.engine.parallel.exchange import RankExchange
 from tandem.engine.parallel.rooms import LOGITS_ROWS
 from tandem.engine.parallel.sharded import ShardedDecoder
 from tandem.engine.parallel.steps import AdapterMemory, LogitsMessage, packed
@@ -18,7 +18,7 @@ from tandem.engine.parallel.steps import AdapterMemory, LogitsMessage, packed
 class RankedForward:
     """Runs `plain`, the forward pass of this rank's shard `model`, beside those of all other ranks."""
 
-    def __init__(self, plain: TorchForward, model: ShardedDecoder, exchange: Exchange) -> None:
+    def __init__(self, plain: TorchForward, model: ShardedDecoder, exchange: RankExchange) -> None:
         self._plain, self._model, self._exchange = plain, model, exchange
         self._adapters = AdapterMemory()
 

@@ -1,6 +1,6 @@
 """The ranks beside the leader: starting them, noticing that one has died or stands still, ending them.
 
-A rank shows ten times a second that it is alive (Exchange.beat). The leader counts only time in which it was awake
+A rank shows ten times a second that it is alive (RankExchange.beat). The leader counts only time in which it was awake
 itself, so a starved machine is no dead rank.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tandem.containment import RAISED, OomKills
-from tandem.engine.parallel.exchange import Exchange, SharedMemory
+from tandem.engine.parallel.exchange import RankExchange, SharedMemory
 from tandem.process import dying_with_parent
 
 BEAT_S = 0.1
@@ -58,13 +58,13 @@ class RankMemory:
 
 
 # Starts the rank whose job (anything that can be pickled) it gets, with the memory that it shares.
-StartRanks = Callable[[Any, RankMemory], RunningRank]
+StartRank = Callable[[Any, RankMemory], RunningRank]
 
 
 class Ranks:
     """The other ranks of an engine. `check` may be called by several threads."""
 
-    def __init__(self, running: Sequence[RunningRank] = (), exchange: Exchange | None = None) -> None:
+    def __init__(self, running: Sequence[RunningRank] = (), exchange: RankExchange | None = None) -> None:
         self._running, self._exchange, self._lock = running, exchange, threading.Lock()
         self._seen, self._quiet_s, self._looked = [0] * len(running), [0.0] * len(running), time.monotonic()
         self._oom_kills, self._counted = OomKills(), self._looked

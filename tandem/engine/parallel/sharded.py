@@ -18,9 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.engine.models import MLP, Attend, Attention, Decoder, Experts, Linear, ModelConfig, Scope, linear
-from tandem.engine.models.linear import Adapt, dense, unadapted
-from tandem.engine.parallel.exchange import Exchange
+from tandem.engine.models import (
+    MLP,
+    Adapt,
+    Attend,
+    Attention,
+    Decoder,
+    Experts,
+    Linear,
+    ModelConfig,
+    Scope,
+    dense,
+    linear,
+    unadapted,
+)  # fmt: skip
+from tandem.engine.parallel.exchange import RankExchange
 from tandem.engine.parallel.rooms import LOGITS_ROWS
 from tandem.engine.parallel.sharding import Shard
 from tandem.engine.quantization import QuantizedWeight
@@ -31,7 +43,7 @@ Rows = dict[str, Sequence[range]]
 class ShardedDecoder(Decoder):
     """The shard of a rank. All ranks call it with the same step, and get the same hidden states and logits."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, shard: Shard, exchange: Exchange) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, shard: Shard, exchange: RankExchange) -> None:
         super().__init__(config, dtype)
         self.shard, self.rows, self._exchange = shard, Rows(), exchange
         for number, layer in enumerate(self.layers):
@@ -138,7 +150,7 @@ class ShardedDecoder(Decoder):
 class GatheredLinear(Linear):
     """A linear layer of which this rank computes the outputs from `first` on; returns all `outputs`."""
 
-    def __init__(self, of: Linear, exchange: Exchange, first: int, outputs: int) -> None:
+    def __init__(self, of: Linear, exchange: RankExchange, first: int, outputs: int) -> None:
         self.parts, self.weight, self.bias = of.parts, of.weight, of.bias
         self._exchange, self._first, self._outputs = exchange, first, outputs
 
@@ -150,7 +162,7 @@ class GatheredLinear(Linear):
 class ShardedExperts(Experts):
     """A mixture of experts of which this rank has each that is its number, counted around."""
 
-    def __init__(self, of: Experts, shard: Shard, exchange: Exchange) -> None:
+    def __init__(self, of: Experts, shard: Shard, exchange: RankExchange) -> None:
         self._config, self.router, self.experts = of._config, of.router, of.experts
         self.shared, self.shared_gate = of.shared, of.shared_gate
         self._shard, self._exchange = shard, exchange

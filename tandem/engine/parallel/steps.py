@@ -71,7 +71,7 @@ def packed(message: Message) -> bytes:
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
-def read(data: memoryview) -> Message:
+def read_message(data: memoryview) -> Message:
     """Reads what the leader, a process of this worker, has written."""
     message: Message = pickle.loads(data)
     return message
