@@ -10,6 +10,7 @@ import platform
 
 from tandem.engine import float32
 from tandem.engine.kernels.build import AMX, INSTRUCTIONS, library_path
+from tandem.engine.parallel.exchange import library_path as ranks_library_path
 from tandem.machine import native
 from tandem.transfer.copy.copier import copier_path
 
@@ -18,6 +19,7 @@ X86_64 = ("x86_64", "AMD64")
 
 def main() -> None:
     native.kernels_folder().mkdir(parents=True, exist_ok=True)
+    print(ranks_library_path())
     if platform.machine() not in X86_64:
         return
     print(copier_path(cpu=frozenset({"avx2"})))

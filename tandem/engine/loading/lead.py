@@ -40,7 +40,8 @@ def lead(
 ) -> Led:  # fmt: skip
     """Loads a model among `config.tensor_parallel` ranks. Raises ValueError naming what is wrong."""
     count = config.tensor_parallel
-    rooms = Rooms.of(model, count, config.max_num_batched_tokens)
+    most_blocks = min(num_blocks, -(-model.max_model_len // config.block_size))
+    rooms = Rooms.of(model, count, config.max_num_batched_tokens, most_blocks)
     memory = RankMemory(SharedMemory.new(rooms.size), SharedMemory.new(shared_kv_bytes(layout, num_blocks)))
     threads = max(1, torch.get_num_threads() // count)
     exchange = RankExchange(memory.exchange, rooms, 0, count, lambda: ranks.check())

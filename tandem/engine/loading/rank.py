@@ -31,6 +31,7 @@ def serve(job: RankJob, memory: RankMemory, look: Callable[[], None], ended: thr
     """Loads the rank's shard, meets the others, and computes each step that the leader says, until `look` raises."""
     shard = job.shard
     exchange = RankExchange(memory.exchange, job.rooms, shard.rank, shard.ranks, look)
+    exchange.beat()
     threading.Thread(target=_beat, args=(exchange, ended), name=f"rank-{shard.rank}-beats", daemon=True).start()
     kv_cache = shared_kv_cache(job.layout, job.num_blocks, memory.kv)
     loaded = load_shard(job.config, job.model, job.layout, shard, exchange)

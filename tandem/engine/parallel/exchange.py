@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.engine.parallel.rooms import MESSAGE_BYTES, Rooms
+from tandem.engine.parallel.rooms import Rooms
 from tandem.machine.native import NotCompiled, compiled
 
 SOURCE = Path(__file__).with_name("exchange.c")
@@ -100,8 +100,8 @@ class RankExchange:
 
     def say(self, message: bytes) -> None:
         """Gives the other ranks a message; all must have met since the one before."""
-        if len(message) + _LENGTH > MESSAGE_BYTES:
-            raise ValueError(f"a message of {len(message)} bytes, where there is room for {MESSAGE_BYTES - _LENGTH}")
+        if len(message) + _LENGTH > (room := self.rooms.bytes_of["message"]):
+            raise ValueError(f"a message of {len(message)} bytes, where there is room for {room - _LENGTH}")
         at = self.rooms.at["message"]
         self._memory.view[at : at + _LENGTH] = len(message).to_bytes(_LENGTH, "little")
         self._memory.view[at + _LENGTH : at + _LENGTH + len(message)] = message

@@ -6,13 +6,13 @@ itself, so a starved machine is no dead rank.
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,25 +104,33 @@ NO_RANKS = Ranks()
 
 
 class RankProcess:
-    """A rank in a process of its own, which dies with this one's thread that starts it."""
+    """A rank in a process of its own, which never outlives this one."""
 
     def __init__(self, job: Any, memory: RankMemory) -> None:
-        fds = memory.exchange.fd, memory.kv.fd
-        sizes = memory.exchange.size, memory.kv.size
-        self._child = subprocess.Popen(
-            dying_with_parent(sys.executable, "-m", "tandem.engine.loading.rank"), stdin=subprocess.PIPE, pass_fds=fds,
-            env=dict(os.environ),
-        )  # fmt: skip
-        assert self._child.stdin is not None
-        with self._child.stdin as channel:
-            channel.write(pickle.dumps((job, fds, sizes)))
+        self._started = threading.Event()
+        # A child dies with the thread that started it. This one lives as long as the rank, the caller's perhaps not.
+        self._thread = threading.Thread(target=self._run, args=(job, memory), name="rank", daemon=True)
+        self._thread.start()
+        self._started.wait()
 
     def status(self) -> int | None:
-        return self._child.poll()
+        return self._child.returncode
 
     def kill(self) -> None:
         self._child.kill()
-        self._child.wait(END_S)
+        self._thread.join(END_S)
+
+    def _run(self, job: Any, memory: RankMemory) -> None:
+        fds = memory.exchange.fd, memory.kv.fd
+        sizes = memory.exchange.size, memory.kv.size
+        command = dying_with_parent(sys.executable, "-m", "tandem.engine.loading.rank")
+        try:
+            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds)
+        finally:
+            self._started.set()
+        with suppress(BrokenPipeError):  # it has ended already
+            self._child.communicate(pickle.dumps((job, fds, sizes)))
+        self._child.wait()
 
 
 def as_processes(job: Any, memory: RankMemory) -> RunningRank:

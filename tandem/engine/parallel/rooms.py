@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from tandem.engine.models import ModelConfig
 
 PAGE = 4096
-MESSAGE_BYTES = 64 << 20
+# Of a message: for each row, beside its block table (twice, for layers with a window), and for all.
+ROW_BYTES, HEAD_BYTES = 64 << 10, 1 << 20
 LOGITS_ROWS = 64  # rows of logits that are computed at once: each is as wide as the vocabulary
 MOST_BYTES = 4  # of a number
 
@@ -27,7 +28,8 @@ class Rooms:
     max_rows: int
 
     @classmethod
-    def of(cls, config: ModelConfig, ranks: int, max_rows: int) -> Rooms:
+    def of(cls, config: ModelConfig, ranks: int, max_rows: int, most_blocks: int) -> Rooms:
+        """Returns the places for a model; `most_blocks`: the blocks of its longest context."""
         experts = config.experts
         widths = {
             "hidden": config.hidden_size,
@@ -35,7 +37,7 @@ class Rooms:
             "inner": max(config.intermediate_size, experts.shared_inner if experts else 0),
             "experts": config.hidden_size * experts.per_token if experts else 0,
         }
-        sizes = {"lines": (2 * ranks + 1) * 64, "message": MESSAGE_BYTES}
+        sizes = {"lines": (2 * ranks + 1) * 64, "message": HEAD_BYTES + max_rows * (ROW_BYTES + 8 * most_blocks)}
         sizes |= {name: max_rows * width * MOST_BYTES for name, width in widths.items()}
         sizes["logits"] = LOGITS_ROWS * config.vocab_size * MOST_BYTES
         at, end = dict[str, int](), 0
