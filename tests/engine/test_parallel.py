@@ -23,7 +23,7 @@ from tests.engine.test_checkpoint_formats import CASES, OTHER_ORDER
 from tests.engine.test_handoff import CopySink, prefill
 from tests.engine.tiny import FAMILIES, Families, assert_idle, generate, greedy, prompt_of, run, sampled, tokens
 
-ONE_RANK_ONLY = ("olmo2", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3")
+ONE_RANK_ONLY = ("olmo2",)
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
     "head_dim": 16, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
@@ -131,6 +131,7 @@ def test_every_family_computes_the_same_bits_on_several_ranks(
     [
         ({"quantization": "int8"}, "llama2"),
         ({"quantization": "int4"}, "qwen2"),
+        ({"quantization": "int8"}, "deepseek-v2"),
         ({"dtype": "bfloat16"}, "llama3"),
         ({"kv_cache_dtype": "int8"}, "gemma3"),
         ({"speculative": Speculative("ngram", 3)}, "llama3"),
@@ -232,7 +233,7 @@ def test_every_head_and_output_is_some_ranks(family: Families) -> None:
         ("llama3", 3, "3 ranks cannot share 4 heads over 2 KV heads: take 1, 2, 4"),
         ("llama3", 8, "8 ranks cannot share 4 heads over 2 KV heads: take 1, 2, 4"),
         ("olmo2", 2, "2, but olmo2 norms all heads together, on one rank"),
-        ("deepseek-v3", 2, "2, but deepseek_v3's latent attention takes one rank"),
+        ("deepseek-v3", 3, "3 ranks cannot share 4 heads over 1 KV heads: take 1, 2, 4"),
     ],
 )
 def test_a_number_of_ranks_that_cannot_share_a_model_is_refused(

@@ -4,6 +4,7 @@ from tandem.engine.models.attention import Attend, Attention, Scope
 from tandem.engine.models.config import ExpertsConfig, ModelConfig, Rope
 from tandem.engine.models.decoder import Decoder, DecoderLayer
 from tandem.engine.models.experts import Experts
+from tandem.engine.models.latent import LatentAttention
 from tandem.engine.models.linear import ROWS_ALIKE, Adapt, Linear, dense, is_exact, linear, rms_norm, unadapted
 from tandem.engine.models.mlp import MLP
 from tandem.engine.models.read_config import read_model_config
@@ -19,6 +20,7 @@ __all__ = [
     "DecoderLayer",
     "Experts",
     "ExpertsConfig",
+    "LatentAttention",
     "Linear",
     "ModelConfig",
     "Rope",

@@ -30,10 +30,10 @@ class Rooms:
     @classmethod
     def of(cls, config: ModelConfig, ranks: int, max_rows: int, most_blocks: int) -> Rooms:
         """Returns the places for a model; `most_blocks`: the blocks of its longest context."""
-        experts = config.experts
+        experts, latent = config.experts, config.latent
         widths = {
             "hidden": config.hidden_size,
-            "attended": config.num_heads * config.head_dim,
+            "attended": config.num_heads * (latent.value if latent else config.head_dim),
             "inner": max(config.intermediate_size, experts.shared_inner if experts else 0),
             "experts": config.hidden_size * experts.per_token if experts else 0,
         }

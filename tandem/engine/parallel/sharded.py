@@ -25,6 +25,7 @@ from tandem.engine.models import (
     Attention,
     Decoder,
     Experts,
+    LatentAttention,
     Linear,
     ModelConfig,
     Scope,
@@ -48,8 +49,10 @@ class ShardedDecoder(Decoder):
         self.shard, self.rows, self._exchange = shard, Rows(), exchange
         for number, layer in enumerate(self.layers):
             name = f"model.layers.{number}"
-            assert isinstance(layer.attention, Attention)
-            self._split_attention(layer.attention, name)
+            if isinstance(layer.attention, LatentAttention):
+                self._split_latent(layer.attention, name)
+            else:
+                self._split_attention(layer.attention, name)
             if isinstance(layer.mlp, Experts):
                 layer.mlp = ShardedExperts(layer.mlp, shard, exchange)
                 if layer.mlp.shared is not None:
@@ -65,8 +68,10 @@ class ShardedDecoder(Decoder):
         width, first = self.config.num_heads * self.config.head_dim, self.heads.start * self.config.head_dim
 
         def attend_all(layer: int, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
-            own = attend(layer, q, k, v, scope).flatten(1)
-            return self._exchange.gathered("attended", own, first, width)
+            own = attend(layer, q, k, v, scope)
+            if scope.is_latent:  # what is gathered are the heads' values, which are made of this
+                return own
+            return self._exchange.gathered("attended", own.flatten(1), first, width)
 
         return super().__call__(input_ids, positions, attend_all, adapt, enter)
 
@@ -115,6 +120,15 @@ class ShardedDecoder(Decoder):
             attention.scope = Scope(attention.scope.window, attention.scope.softcap, sinks[: len(heads)].clone())
             self.rows[f"{name}.self_attn.sinks"] = [heads]
 
+    def _split_latent(self, attention: LatentAttention, name: str) -> None:
+        latent, heads = self.config.latent, self.heads
+        assert latent is not None
+        for part, size in ((attention.q, latent.key + latent.turned), (attention.kv_b, latent.key + latent.value)):
+            self._split(part, name, [[range(heads.start * size, heads.stop * size)]])
+        attention.heads = len(heads)
+        width, o = self.config.num_heads * latent.value, self._gathered(attention.o, name)
+        attention.o = GatheringLinear(o, heads.start * latent.value, width)
+
     def _split_mlp(self, mlp: MLP, name: str) -> None:
         inner = mlp.down.weight.shape[1]
         own = self.shard.outputs(inner)
@@ -140,7 +154,7 @@ class ShardedDecoder(Decoder):
         layer.weight = place.new_empty(outputs, layer.weight.shape[1])
         layer.bias = None if layer.bias is None else place.new_empty(outputs)
 
-    def _gathered(self, layer: Linear, name: str) -> Linear:
+    def _gathered(self, layer: Linear, name: str) -> GatheredLinear:
         outputs = layer.weight.shape[0]
         own = self.shard.outputs(outputs)
         self._split(layer, name, [[own]])
@@ -157,6 +171,17 @@ class GatheredLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         # A copy of its own, because adapters add to it.
         return self._exchange.gathered("hidden", super().__call__(x), self._first, self._outputs).clone()
+
+
+class GatheringLinear(GatheredLinear):
+    """The same of a linear layer of whose input this rank has only the columns from `first_input` on, of `inputs`."""
+
+    def __init__(self, of: GatheredLinear, first_input: int, inputs: int) -> None:
+        super().__init__(of, of._exchange, of._first, of._outputs)
+        self._first_input, self._inputs = first_input, inputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(self._exchange.gathered("attended", x, self._first_input, self._inputs))
 
 
 class ShardedExperts(Experts):

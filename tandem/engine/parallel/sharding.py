@@ -46,8 +46,6 @@ class Shard:
 
 def check_split(config: ModelConfig, ranks: int) -> None:
     """Raises ValueError if a model cannot be split among so many ranks; the message names what can."""
-    if config.latent is not None:
-        raise ValueError(f"tensor_parallel: {ranks}, but {config.model_type}'s latent attention takes one rank")
     if config.qk_norm_of_all:
         raise ValueError(f"tensor_parallel: {ranks}, but {config.model_type} norms all heads together, on one rank")
     heads, kv_heads = config.num_heads, config.num_kv_heads
