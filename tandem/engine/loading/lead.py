@@ -46,7 +46,7 @@ def lead(
     threads = max(1, torch.get_num_threads() // count)
     exchange = RankExchange(memory.exchange, rooms, 0, count, lambda: ranks.check())
     jobs = [RankJob(Shard(rank, count), config, model, layout, num_blocks, rooms, threads) for rank in range(1, count)]
-    ranks = Ranks([start(job, memory) for job in jobs], exchange)
+    ranks = Ranks([start(job, memory) for job in jobs], exchange, memory)
     try:
         torch.set_num_threads(threads)
         kv_cache = shared_kv_cache(layout, num_blocks, memory.kv)

@@ -64,32 +64,42 @@ StartRank = Callable[[Any, RankMemory], RunningRank]
 class Ranks:
     """The other ranks of an engine. `check` may be called by several threads."""
 
-    def __init__(self, running: Sequence[RunningRank] = (), exchange: RankExchange | None = None) -> None:
-        self._running, self._exchange, self._lock = running, exchange, threading.Lock()
+    def __init__(
+        self, running: Sequence[RunningRank] = (), exchange: RankExchange | None = None,
+        memory: RankMemory | None = None,
+    ) -> None:  # fmt: skip
+        self._running, self._exchange, self._memory, self._lock = running, exchange, memory, threading.Lock()
         self._seen, self._quiet_s, self._looked = [0] * len(running), [0.0] * len(running), time.monotonic()
-        self._oom_kills, self._counted = OomKills(), self._looked
+        self._oom_kills, self._counted = OomKills() if running else None, self._looked
         self._died: tuple[str, str] | None = None
 
     def check(self) -> None:
         """Raises RankDied if a rank has ended or stands still; the rank is then killed."""
+        if self._oom_kills is None:
+            return
         with self._lock:
-            self._died = self._died or self._look()
+            self._died = self._died or self._look(self._oom_kills)
         if self._died:
             raise RankDied(*self._died)
 
     def close(self) -> None:
+        """Ends the ranks and closes what they share."""
         for rank in self._running:
             rank.kill()
+        if self._memory is not None:
+            self._memory.exchange.close()
+            self._memory.kv.close()
 
-    def _look(self) -> tuple[str, str] | None:
+    def _look(self, oom_kills: OomKills) -> tuple[str, str] | None:
+        """Returns what has happened to a rank, and the cause, if one is lost."""
         now = time.monotonic()
         awake_s, self._looked = min(now - self._looked, AWAKE_S), now
         if now > self._counted + COUNT_S:
             self._counted = now
-            self._oom_kills.look()
+            oom_kills.look()
         for i, rank in enumerate(self._running):
             if (status := rank.status()) is not None:
-                cause = self._oom_kills.how_it_died(status) or RAISED
+                cause = oom_kills.how_it_died(status) or RAISED
                 return f"rank {i + 1} ended with status {status}", cause
             beats = self._exchange.beats(i + 1) if self._exchange else 0
             self._quiet_s[i] = self._quiet_s[i] + awake_s if beats == self._seen[i] else 0.0
@@ -108,16 +118,20 @@ class RankProcess:
 
     def __init__(self, job: Any, memory: RankMemory) -> None:
         self._started = threading.Event()
+        self._child: subprocess.Popen[bytes] | None = None
         # A child dies with the thread that started it. This one lives as long as the rank, the caller's perhaps not.
         self._thread = threading.Thread(target=self._run, args=(job, memory), name="rank", daemon=True)
         self._thread.start()
         self._started.wait()
+        if self._child is None:
+            raise ValueError("tensor_parallel: the process of a rank cannot be started")
 
     def status(self) -> int | None:
-        return self._child.returncode
+        return self._child.returncode if self._child else None
 
     def kill(self) -> None:
-        self._child.kill()
+        if self._child:
+            self._child.kill()
         self._thread.join(END_S)
 
     def _run(self, job: Any, memory: RankMemory) -> None:
@@ -125,12 +139,12 @@ class RankProcess:
         sizes = memory.exchange.size, memory.kv.size
         command = dying_with_parent(sys.executable, "-m", "tandem.engine.loading.rank")
         try:
-            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds)
+            self._child = child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds)
         finally:
             self._started.set()
         with suppress(BrokenPipeError):  # it has ended already
-            self._child.communicate(pickle.dumps((job, fds, sizes)))
-        self._child.wait()
+            child.communicate(pickle.dumps((job, fds, sizes)))
+        child.wait()
 
 
 def as_processes(job: Any, memory: RankMemory) -> RunningRank:
