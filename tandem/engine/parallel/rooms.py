@@ -34,6 +34,7 @@ class Rooms:
         widths = {
             "hidden": config.hidden_size,
             "attended": config.num_heads * (latent.value if latent else config.head_dim),
+            "heads": (config.num_heads + 2 * config.num_kv_heads) * config.head_dim if config.qk_norm_of_all else 0,
             "inner": max(config.intermediate_size, experts.shared_inner if experts else 0),
             "experts": config.hidden_size * experts.per_token if experts else 0,
         }

@@ -12,7 +12,7 @@ is held whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +67,11 @@ class ShardedDecoder(Decoder):
     ) -> Tensor:  # fmt: skip
         width, first = self.config.num_heads * self.config.head_dim, self.heads.start * self.config.head_dim
 
+        heads, kv_heads = (slice(these.start, these.stop) for these in (self.heads, self.kv_heads))
+
         def attend_all(layer: int, q: Tensor, k: Tensor, v: Tensor, scope: Scope) -> Tensor:
+            if self.config.qk_norm_of_all:
+                q, k, v = q[:, heads].contiguous(), k[:, kv_heads].contiguous(), v[:, kv_heads].contiguous()
             own = attend(layer, q, k, v, scope)
             if scope.is_latent:  # what is gathered are the heads' values, which are made of this
                 return own
@@ -114,7 +118,10 @@ class ShardedDecoder(Decoder):
             after_q, after_k = dim * config.num_heads, dim * (config.num_heads + config.num_kv_heads)
             parts = [[q, _moved(kv, after_q), _moved(kv, after_k)]]
         self._split(attention.qkv, name, parts)
-        attention.heads = len(heads), len(kv_heads), len(kv_heads)
+        if config.qk_norm_of_all:  # each rank norms and rotates the heads of all
+            attention.qkv = GatheredHeads(attention.qkv, self._exchange, (q, kv, kv), attention.sizes)
+        else:
+            attention.heads = len(heads), len(kv_heads), len(kv_heads)
         attention.o = self._gathered(attention.o, name)
         if (sinks := attention.scope.sinks) is not None:
             attention.scope = Scope(attention.scope.window, attention.scope.softcap, sinks[: len(heads)].clone())
@@ -173,6 +180,25 @@ class GatheredLinear(Linear):
         return self._exchange.gathered("hidden", super().__call__(x), self._first, self._outputs).clone()
 
 
+class GatheredHeads(Linear):
+    """q, k and v, of which this rank computes some columns of each; returns all, of `sizes`."""
+
+    def __init__(self, of: Linear, exchange: RankExchange, own: Sequence[range], sizes: Sequence[int]) -> None:
+        self.parts, self.weight, self.bias = of.parts, of.weight, of.bias
+        self._exchange, self._sizes = exchange, [len(columns) for columns in own]
+        self._outputs = sum(sizes)
+        starts = accumulate(sizes, initial=0)
+        self._columns = [slice(at + part.start, at + part.stop) for at, part in zip(starts, own, strict=False)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        own = super().__call__(x)
+        whole = self._exchange.place("heads", len(x), self._outputs, own.dtype)
+        for columns, part in zip(self._columns, torch.split(own, self._sizes, dim=1), strict=True):
+            whole[:, columns] = part
+        self._exchange.meet()
+        return whole.clone()  # adapters add to it
+
+
 class GatheringLinear(GatheredLinear):
     """The same of a linear layer of whose input this rank has only the columns from `first_input` on, of `inputs`."""
 
@@ -220,7 +246,9 @@ def _moved(rows: range, by: int) -> range:
 def part_columns(model: ShardedDecoder) -> Mapping[str, slice]:
     """Returns this rank's outputs of each linear layer that an adapter may change, by its name in a checkpoint."""
     dim = model.config.head_dim
-    q, kv = (slice(dim * these.start, dim * these.stop) for these in (model.heads, model.kv_heads))
     inner = model.shard.outputs(model.config.intermediate_size)
     own = slice(inner.start, inner.stop)
+    if model.config.qk_norm_of_all:
+        return {"gate_proj": own, "up_proj": own}
+    q, kv = (slice(dim * these.start, dim * these.stop) for these in (model.heads, model.kv_heads))
     return {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": own, "up_proj": own}

@@ -46,8 +46,6 @@ class Shard:
 
 def check_split(config: ModelConfig, ranks: int) -> None:
     """Raises ValueError if a model cannot be split among so many ranks; the message names what can."""
-    if config.qk_norm_of_all:
-        raise ValueError(f"tensor_parallel: {ranks}, but {config.model_type} norms all heads together, on one rank")
     heads, kv_heads = config.num_heads, config.num_kv_heads
     can = [n for n in range(1, heads + 1) if n <= kv_heads or (n % kv_heads == 0 and heads % n == 0)]
     if ranks not in can:
