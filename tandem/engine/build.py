@@ -34,7 +34,7 @@ from tandem.engine.forward import (
 )
 from tandem.engine.kernels import AMX, CpuChoose, CpuForward
 from tandem.engine.kv import KVLayout, torch_dtype
-from tandem.engine.loading import Loaded, lead, load, new_kv_cache
+from tandem.engine.loading import LEAST_WORK, Loaded, lead, load, new_kv_cache
 from tandem.engine.lora import AdapterStore, Base
 from tandem.engine.models import Decoder, ModelConfig, read_model_config
 from tandem.engine.null_runner import NullRunner, null_layout
@@ -58,9 +58,6 @@ log = structlog.get_logger(__name__)
 # Multiplications that a step may spend on prompt tokens beside decodes: about a tenth of a second for two cores that do
 # 200 G bfloat16 multiplications a second, or 600 G with AMX. With fewer rows, reading the weights would dominate.
 CPU_MULTIPLICATIONS, AMX_MULTIPLICATIONS, CPU_ROWS = 25 * 10**9, 50 * 10**9, 32
-# The fewest multiplications worth a thread in a pass: about a third of a millisecond. With less work each, and another
-# process competing for the cores, threads wait for each other longer than they compute.
-LEAST_WORK = 2**23
 MOST_BLOCKS = 1 << 40
 WORD = 8  # bytes: the unit in which a device copies blocks
 
@@ -181,7 +178,8 @@ def _load_all(
         loaded_draft = load(config, config.speculative_model, draft, layouts[1], ports.on_progress)
     if config.tensor_parallel > 1 and num_blocks:
         led = lead(config, model, layouts[0], num_blocks, ports.start_rank, taps, ports.on_progress)
-        computing, ranks = Computing(led.forward, led.kv_cache, choose), led.ranks
+        its_choose = choose if led.library is None else CpuChoose(led.library, cores.threads)
+        computing, ranks = Computing(led.forward, led.kv_cache, its_choose), led.ranks
     else:
         loaded = load(config, config.model_path, model, layouts[0], ports.on_progress)
         num_blocks = num_blocks or _blocks_that_fit(config, room or _room(config), loaded, *layouts)

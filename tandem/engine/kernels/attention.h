@@ -237,9 +237,11 @@ static void attend(const struct model *m, const struct layer *l, const struct st
 
 static void put_attended(const struct model *m, const struct step *s, const struct room *r, const struct part *p) {
     const int64_t dim = m->head_dim, share = m->heads / m->kv_heads, width = share * dim;
+    const int64_t stride = m->attended.of ? m->attended.of : m->heads * dim;
+    bf16 *out = s->attended + m->attended.first + p->head * width;
     for (int64_t row = 0; row < (p->end - p->begin) * share; row++)
         for (int64_t i = 0; i < dim; i += 16)
-            store16(s->attended + (p->begin + row / share) * m->heads * dim + p->head * width + row % share * dim + i,
+            store16(out + (p->begin + row / share) * stride + row % share * dim + i,
                     _mm512_div_ps(_mm512_loadu_ps(r->out + row * dim + i), _mm512_set1_ps(r->total[row])));
 }
 

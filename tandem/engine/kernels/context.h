@@ -19,19 +19,19 @@ static inline struct span part_of(const struct span *s, int64_t begin, int64_t e
     return (struct span){s->table, s->head, s->first + begin, end - begin};
 }
 
-/* Where the keys from token t on lie; the values are `kv_heads * block_size` tokens further. `run`: how many tokens
+/* Where the keys from token t on lie; the values are `value_stride` further. `run`: how many tokens
    follow up to the end of the block or the span. */
 static inline const char *context_at(const struct model *m, const char *kv, const struct span *s, int64_t t,
                                      int64_t *run) {
     const int64_t size = m->block_size, first = s->first + t, offset = first % size;
     *run = size - offset < s->count - t ? size - offset : s->count - t;
-    return kv + ((s->table[first / size] * 2 * m->kv_heads + s->head) * size + offset) * kv_row(m);
+    return kv + s->table[first / size] * m->block_stride + (s->head * size + offset) * kv_row(m);
 }
 
 /* Scattered blocks are too short for the CPU's own prefetcher. */
 static void fetch_context(const struct model *m, const char *kv, const struct span *s) {
     for (int64_t t = 0, run; t < s->count; t += run) {
-        const char *keys = context_at(m, kv, s, t, &run), *values = keys + m->kv_heads * m->block_size * kv_row(m);
+        const char *keys = context_at(m, kv, s, t, &run), *values = keys + m->value_stride;
         for (int64_t i = 0; i < run * kv_row(m); i += 64)
             _mm_prefetch(keys + i, _MM_HINT_T1), _mm_prefetch(values + i, _MM_HINT_T1);
     }
@@ -42,7 +42,7 @@ struct sixteen { const bf16 *keys, *values; };
 /* A span of at most 16 tokens: where it lies if it is 16 of one block and no int8, else gathered in `k` and `v`, with
    zeros up to 16. */
 static struct sixteen sixteen_at(const struct model *m, const char *kv, struct span s, bf16 *k, bf16 *v) {
-    const int64_t dim = m->head_dim, bytes = dim * sizeof(bf16), values = m->kv_heads * m->block_size * kv_row(m);
+    const int64_t dim = m->head_dim, bytes = dim * sizeof(bf16), values = m->value_stride;
     int64_t run;
     const char *from = s.count ? context_at(m, kv, &s, 0, &run) : 0;
     if (from && run == 16 && !m->kv_int8) return (struct sixteen){(const bf16 *)from, (const bf16 *)(from + values)};

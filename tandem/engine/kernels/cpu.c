@@ -92,9 +92,11 @@ static void place_row(const struct model *m, const struct layer *l, const struct
     memcpy(s->qkv + row * row_width(m), x, m->heads * dim * sizeof *x);
     x += m->heads * dim;
     const int64_t slot = (l->window ? s->near_slots : s->slots)[row];
-    char *to = l->kv + (slot / size * 2 * m->kv_heads * size + slot % size) * kv_row(m);
-    for (int64_t head = 0; head < 2 * m->kv_heads; head++, to += size * kv_row(m))
-        write_row(m, x + head * dim, to);
+    char *to = l->kv + slot / size * m->block_stride + slot % size * kv_row(m);
+    for (int64_t head = 0; head < m->kv_heads; head++, to += size * kv_row(m), x += dim) {
+        write_row(m, x, to);
+        write_row(m, x + m->kv_heads * dim, to + m->value_stride);
+    }
 }
 
 static void place(struct thread *thread, const struct model *m, const struct layer *l, const struct step *s) {
@@ -118,6 +120,8 @@ struct pass {
     const struct model *model;
     const struct step *step;
     int64_t first, end;    /* first ... end: halves of layers */
+    _Atomic int failed;    /* ranks have waited in vain */
+    uint32_t met;          /* meetings of ranks up to its end */
     const int64_t *picked; /* rows, for logits */
     float *logits;
     char *rooms; /* of each thread: result_bytes, then room_bytes with room_rows rows */
@@ -133,6 +137,7 @@ static struct thread join_pass(struct pass *p) {
     struct thread thread = join(&p->team);
     thread.opened = p->model->opened + thread.me * p->model->opened_size;
     thread.x_sums = p->model->x_sums;
+    if (p->model->ranks) thread.met = *p->model->ranks->met;
     thread.result = room_of(p, thread.me);
     take_tiles();
     return thread;
@@ -164,37 +169,58 @@ static void first_half(struct thread *thread, const struct model *m, const struc
     place(thread, m, l, s);
 }
 
-/* Adds a linear layer's outputs, normed where there is a weight `after`, to s->x; s->normed is room for them. */
-static void add_linear(struct thread *thread, const struct model *m, const struct step *s, bf16 *x,
-                       const struct weight *weight, const bf16 *bias, const bf16 *after) {
-    bf16 *out = after ? s->normed : s->x;
-    linear(thread, (struct linear){.x = x, .weight = weight, .bias = bias, .residual = after ? 0 : s->x, .out = out,
-                                   .rows = s->rows, .adapters = s->adapters, .added = s->added,
-                                   .scale = m->residual_scale});
-    if (after) norm(thread, m, out, 0, after, s->x, s->x, s->rows);
+/* Waits until all ranks have written what this one has. Returns 0, or -1 where that is in vain. */
+static int meet(struct thread *thread, const struct model *m) {
+    if (!m->ranks) return 0;
+    begin(thread, 1);
+    for (int64_t next, piece; (piece = take(thread, &next)) >= 0;)
+        if (win(thread, piece)) m->ranks->arrive(m->ranks->meetings), written(thread);
+    return m->ranks->wait(m->ranks->meetings, ++thread->met) ? -1 : 0;
 }
 
-/* `next`: the layer that follows, if any, whose KV is fetched during gate-up. */
-static void second_half(struct thread *thread, const struct model *m, const struct layer *l, const struct layer *next,
-                        const struct step *s, struct room *r) {
+/* Adds the outputs of a linear layer of x, which ranks have computed together, to s->x, normed where there is a weight
+   `after`. Returns 0 or -1. */
+static int add_linear(struct thread *thread, const struct model *m, const struct step *s, int64_t layer, bf16 *x,
+                      const struct weight *weight, const bf16 *bias, const bf16 *after, int64_t place) {
+    const struct columns *own = &m->outputs;
+    bf16 *out = after ? s->plain : s->x;
+    if (meet(thread, m)) return -1;
+    adapt(thread, s, layer, x, weight, place, 1);
+    linear(thread, (struct linear){.x = x, .weight = weight, .bias = bias, .residual = after ? 0 : s->x + own->first,
+                                   .out = out + own->first, .stride = own->of, .rows = s->rows,
+                                   .adapters = s->adapters, .added = s->added, .ordered = s->ordered,
+                                   .scale = m->residual_scale});
+    if (meet(thread, m)) return -1;
+    if (after) norm(thread, m, out, 0, after, s->x, s->x, s->rows);
+    return 0;
+}
+
+static struct upcoming upcoming_of(const struct model *m, const struct layer *next, const struct step *s) {
+    const int64_t half = m->kv_heads * m->block_size * kv_row(m), runs = m->value_stride == half ? 1 : 2;
+    return (struct upcoming){next->kv, s->tables, s->table_starts[s->seqs] * runs, 2 / runs * half, runs,
+                             m->block_stride, m->value_stride};
+}
+
+/* `next`: the layer that follows, if any, whose KV is fetched during gate-up. Returns 0, or -1 where ranks have waited
+   in vain. */
+static int second_half(struct thread *thread, const struct model *m, const struct layer *l, const struct layer *next,
+                       const struct step *s, struct room *r) {
+    const int64_t layer = l - m->layers;
     struct upcoming upcoming = {0};
-    if (next && !next->window)
-        upcoming = (struct upcoming){next->kv, s->tables, s->table_starts[s->seqs],
-                             2 * m->kv_heads * m->block_size * kv_row(m)};
+    if (next && !next->window) upcoming = upcoming_of(m, next, s);
     attention(thread, m, l, s, r);
-    adapt(thread, s, l - m->layers, s->attended, &l->o, O_PARTS, 1);
-    add_linear(thread, m, s, s->attended, &l->o, l->o_bias, l->norms[1]);
+    if (add_linear(thread, m, s, layer, s->attended, &l->o, l->o_bias, l->norms[1], O_PARTS)) return -1;
     norm(thread, m, s->x, 0, l->norms[2], 0, s->normed, s->rows);
     if (l->experts) {
         compute_experts(thread, m, l, s);
-        return;
+        return 0;
     }
-    adapt(thread, s, l - m->layers, s->normed, &l->gate_up, GATE_UP_PARTS, 2);
-    linear(thread, (struct linear){.x = s->normed, .weight = &l->gate_up, .bias = l->gate_up_bias, .out = s->inner,
-                                   .rows = s->rows, .kind = m->activation, .adapters = s->adapters,
-                                   .added = s->added, .upcoming = upcoming});
-    adapt(thread, s, l - m->layers, s->inner, &l->down, DOWN_PARTS, 1);
-    add_linear(thread, m, s, s->inner, &l->down, l->down_bias, l->norms[3]);
+    adapt(thread, s, layer, s->normed, &l->gate_up, GATE_UP_PARTS, 2);
+    linear(thread, (struct linear){.x = s->normed, .weight = &l->gate_up, .bias = l->gate_up_bias,
+                                   .out = s->inner + m->inner.first, .stride = m->inner.of, .rows = s->rows,
+                                   .kind = m->activation, .adapters = s->adapters, .added = s->added,
+                                   .upcoming = upcoming});
+    return add_linear(thread, m, s, layer, s->inner, &l->down, l->down_bias, l->norms[3], DOWN_PARTS);
 }
 
 static void run_halves(void *data) {
@@ -204,9 +230,13 @@ static void run_halves(void *data) {
     if (!p->first) angles(&thread, p->model, p->step);
     for (int64_t half = p->first; half < p->end; half++) {
         const struct layer *layer = p->model->layers + half / 2;
-        if (half % 2) second_half(&thread, p->model, layer, half + 1 < p->end ? layer + 1 : 0, p->step, room);
-        else first_half(&thread, p->model, layer, p->step);
+        if (half % 2 == 0) first_half(&thread, p->model, layer, p->step);
+        else if (second_half(&thread, p->model, layer, half + 1 < p->end ? layer + 1 : 0, p->step, room)) {
+            p->failed = 1;
+            break;
+        }
     }
+    if (!thread.me) p->met = thread.met;
     leave_tiles();
 }
 
@@ -216,8 +246,8 @@ static void run_head(void *data) {
     const struct step *s = p->step;
     struct thread thread = join_pass(p);
     norm(&thread, m, s->x, p->picked, m->norm, 0, s->normed, s->rows);
-    linear(&thread, (struct linear){.x = s->normed, .weight = &m->head, .out = p->logits, .rows = s->rows,
-                                    .kind = WIDE});
+    linear(&thread, (struct linear){.x = s->normed, .weight = &m->head, .out = p->logits + m->vocabulary.first,
+                                    .stride = m->vocabulary.of, .rows = s->rows, .kind = WIDE});
     leave_tiles();
 }
 
@@ -231,8 +261,8 @@ int64_t tandem_has_amx(void) { return has_amx; }
 /* The sizes of the structs that Python has too, in the order of structs.py. */
 const int64_t tandem_sizes[] = {sizeof(struct weight), sizeof(struct panel), sizeof(struct rare),
                                 sizeof(struct experts), sizeof(struct mixture), sizeof(struct layer),
-                                sizeof(struct model), sizeof(struct lora_part), sizeof(struct step),
-                                sizeof(struct draw)};
+                                sizeof(struct ranks), sizeof(struct model), sizeof(struct lora_part),
+                                sizeof(struct step), sizeof(struct draw)};
 
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -262,7 +292,8 @@ static int64_t run_pass(void (*body)(void *), struct pass *p, int64_t pieces, in
     return status;
 }
 
-/* Computes the halves of layers first ... end of a step. Returns 0, or -1 without memory. */
+/* Computes the halves of layers first ... end of a step. Returns 0, -1 without memory, or 1 where ranks have waited in
+   vain. */
 int64_t tandem_layers(const struct model *model, const struct step *step, int64_t first, int64_t end,
                       int64_t threads) {
     struct pass pass = {.model = model, .step = step, .first = first, .end = end};
@@ -271,7 +302,9 @@ int64_t tandem_layers(const struct model *model, const struct step *step, int64_
     for (int64_t i = 0; i < step->seqs; i++) parts += num_parts(model, step, i);
     const int64_t panels = most(most(2 * model->intermediate, model->hidden), row_width(model)) / 32;
     const int64_t pieces = most(most(panels, model->angles * step->rows), parts);
-    return run_pass(run_halves, &pass, most(pieces, expert_pieces(model, step->rows)), threads);
+    const int64_t status = run_pass(run_halves, &pass, most(pieces, expert_pieces(model, step->rows)), threads);
+    if (model->ranks && !status) *model->ranks->met = pass.met;
+    return status ? status : pass.failed;
 }
 
 /* Logits (count, vocab) of the rows `picked` of step->x; step->normed is room for them. Returns 0 or -1. */

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from itertools import accumulate, chain
 from typing import Any
@@ -65,7 +65,7 @@ class CpuForward:
         model.embed = model.lm_head = model.norm.new_empty(0)
         self._packed = [PackedLayer(library, model.config, *each) for each in zip(model.layers, kv_cache, strict=True)]
         self._layers = (Layer * len(self._packed))(*(layer.struct for layer in self._packed))
-        config = model.config
+        config = self._config = self._own_config()
         of_experts = [weight for layer in self._packed for weight in layer.of_experts]
         per_token = config.experts.per_token if config.experts else 0
         self._mixture = MixtureRoom(config, max_tokens, model.norm) if per_token else None
@@ -82,10 +82,9 @@ class CpuForward:
             inverse=self._inverse.data_ptr(),
         )  # fmt: skip
         self._angles = torch.empty(2, 2 * max_tokens, self._inverse.shape[1])
-        self._logits = torch.empty(0)
-        self._room = _room(config, max_tokens, model.norm)
-        self._added = torch.empty(0)  # allocated when a step first has adapters
-        self._tables: WeakKeyDictionary[Adapter, ctypes.Array[LoraPart]] = WeakKeyDictionary()
+        self._logits = self._added = torch.empty(0)  # allocated when a step first has so many rows, or adapters
+        self._room = self._make_room(config, max_tokens)
+        self._tables: WeakKeyDictionary[Adapter, tuple[ctypes.Array[LoraPart], object]] = WeakKeyDictionary()
         self._room_at = [room.data_ptr() for room in (*self._room, *self._angles)]
 
     @staticmethod
@@ -108,9 +107,7 @@ class CpuForward:
         ids = step.input_ids
         if len(ids) > len(self._x_sums):
             raise ValueError(f"a step of {len(ids)} tokens, where there is room for {len(self._x_sums)}")
-        self._library.tandem_unpack_rows(ctypes.byref(self._embed.struct), ids.data_ptr(), len(ids), self._room_at[0])
-        if self._model.embed_scale:
-            self._room[0][: len(ids)].mul_(self._model.embed_scale)
+        self._put_embedded(ids)
         starts, table_starts, tables = _joined(step)
         near = step.near
         near_slots, near_tables = (step.slots, tables) if near is None else (near.slots, _tables(near.tables))
@@ -129,6 +126,34 @@ class CpuForward:
         if len(self._logits) < len(rows):
             self._logits = torch.empty(len(rows), vocab_size)
         out = self._logits[: len(rows)]
+        self._put_logits(hidden, rows, out)
+        return self._model.bounded(out)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        return self._model.normed(hidden)
+
+    def _own_config(self) -> ModelConfig:
+        """Returns the config with the numbers of heads, inner outputs and tokens that the model has here."""
+        return self._model.config
+
+    def _adapted_columns(self) -> Mapping[str, slice]:
+        """Returns the outputs of each linear layer that adapters add to here."""
+        return {name: slice(0, outputs) for name, (outputs, _) in shapes_of(self._config).items()}
+
+    def _make_room(self, config: ModelConfig, max_tokens: int) -> list[Tensor]:
+        """Returns what `struct step` has from `x` to `ordered`."""
+        room = private_room(config, max_tokens, self._model.norm)
+        return [*room, room[1], torch.empty(0)]
+
+    def _put_embedded(self, ids: Tensor) -> None:
+        self._unpack(ids, self._room[0])
+        if self._model.embed_scale:
+            self._room[0][: len(ids)].mul_(self._model.embed_scale)
+
+    def _unpack(self, ids: Tensor, to: Tensor) -> None:
+        self._library.tandem_unpack_rows(ctypes.byref(self._embed.struct), ids.data_ptr(), len(ids), to.data_ptr())
+
+    def _put_logits(self, hidden: Tensor, rows: Sequence[int], out: Tensor) -> None:
         picked = array("q", rows)
         passed = Step(x=hidden.data_ptr(), normed=self._room_at[1])
         status = self._library.tandem_logits(
@@ -137,10 +162,6 @@ class CpuForward:
         )  # fmt: skip
         if status:
             raise MemoryError("no memory for the logits of a step")
-        return self._model.bounded(out)
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        return self._model.normed(hidden)
 
     def _adapted_rows(self, step: StepInput) -> array[int]:
         """Returns for each row the address of its adapter's table, or 0."""
@@ -151,12 +172,13 @@ class CpuForward:
 
     def _table(self, adapter: Adapter) -> ctypes.Array[LoraPart]:
         if adapter not in self._tables:
-            shapes = shapes_of(self._model.config)
-            names = [name for parts in PARTS.values() for name in parts]
-            outputs = {name: shapes[name][0] if name in shapes else 0 for name in names}
-            found = [_lora_part(layer.get(name), outputs[name]) for layer in adapter.layers for name in names]
-            self._tables[adapter] = (LoraPart * len(found))(*found)
-        return self._tables[adapter]
+            of_each = self._adapted_columns()
+            names = [(name, of_each[name]) for parts in PARTS.values() for name in parts]
+            cut = [_cut(layer.get(name), columns) for layer in adapter.layers for name, columns in names]
+            outputs = [columns.stop - columns.start for _ in adapter.layers for _, columns in names]
+            found = map(_lora_part, cut, outputs)
+            self._tables[adapter] = (LoraPart * len(cut))(*found), cut
+        return self._tables[adapter][0]
 
     def _added_room(self, rows: int) -> int:
         if len(self._added) < rows:
@@ -178,17 +200,22 @@ class CpuForward:
         self._run(passed, first, end)
 
     def _run(self, passed: Step, first: int, end: int) -> None:
-        most = 1 + passed.rows * self._model.config.multiplications // self._least_work
+        most = 1 + passed.rows * self._config.multiplications // self._least_work
         self._threads = min(most, self._num_threads()) if most > 1 else 1
         status = self._library.tandem_layers(
             ctypes.byref(self._struct), ctypes.byref(passed), first, end, self._threads
         )
-        if status:
+        if status < 0:
             raise MemoryError("no memory for the attention of a step")
+        if status:
+            self._fail()
+
+    def _fail(self) -> None:
+        """Raises why the ranks of a pass have waited in vain; of one rank that is no case."""
 
 
-def _room(config: ModelConfig, max_tokens: int, like: Tensor) -> list[Tensor]:
-    """Returns what `struct step` has from `x` to `inner`."""
+def private_room(config: ModelConfig, max_tokens: int, like: Tensor) -> list[Tensor]:
+    """Returns what `struct step` has from `x` to `inner`, of a process alone."""
     heads, hidden = config.num_heads * config.head_dim, config.hidden_size
     rows = max_tokens + TILE_ROWS - 1  # the last tile reads past the rows and drops their results
     widths = (hidden, hidden, heads + 2 * config.num_kv_heads * config.head_dim, heads)
@@ -200,6 +227,7 @@ def _struct(config: ModelConfig, kv: Tensor, **pointers: Any) -> ModelStruct:
     return ModelStruct(
         hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         intermediate=config.intermediate_size, block_size=kv.shape[3], kv_int8=kv.dtype == torch.int8,
+        block_stride=kv.stride(0) * kv.itemsize, value_stride=kv.stride(1) * kv.itemsize,
         angles=2 if config.local_rope else 1, rotated=config.rotary_dim or config.head_dim,
         interleaved=config.rope_interleaved, norms_all=config.qk_norm_of_all,
         factors=(ctypes.c_float * 2)(*(rope.attention_factor for rope in ropes)),
@@ -219,6 +247,10 @@ def _joined(step: StepInput) -> tuple[array[int], array[int], array[int]]:
 
 def _tables(tables: Sequence[Sequence[int]]) -> array[int]:
     return array("i", chain.from_iterable(tables))
+
+
+def _cut(part: LowRank | None, columns: slice) -> LowRank | None:
+    return None if part is None else LowRank(part.down, part.up[:, columns].contiguous())
 
 
 def _lora_part(part: LowRank | None, outputs: int) -> LoraPart:

@@ -11,22 +11,29 @@
    (gate | up) */
 enum kind { PLAIN, WIDE, SILU, GELU_TANH, CLAMPED };
 
-/* KV blocks that the next attention will read, at kv + blocks[i] * bytes: fetched early, while linears compute. */
-struct upcoming { const char *kv; const int32_t *blocks; int64_t count, bytes; };
+/* KV that the next attention will read: `count` runs of `bytes`, `runs` of them a block. Fetched early, while linears
+   compute. */
+struct upcoming { const char *kv; const int32_t *blocks; int64_t count, bytes, runs, block_stride, run_stride; };
 
 struct linear {
-    bf16 *x; /* put into the weight's order, if it has one */
+    bf16 *x;
     const struct weight *weight;
     const bf16 *bias, *residual;
     void *out;
+    int64_t stride; /* numbers from a row of `out` and `residual` to the next; 0: as many as a row has */
     int64_t rows;
     enum kind kind;
     const struct lora_part *const *adapters; /* of each row, if any has one: `added` (rows, outputs) is added to it */
     const float *added;
     struct upcoming upcoming;
+    bf16 *ordered; /* where x goes in the weight's order, if it has one; null: where it is */
     float scale;   /* of what is added to the residual */
     int64_t first; /* which row of x_sums the first row has */
 };
+
+static inline int64_t row_stride(const struct linear *j) {
+    return j->stride ? j->stride : j->weight->outputs / (j->kind >= SILU ? 2 : 1);
+}
 
 /* What is added to a row's output `column`. */
 static inline __m512 added16(const struct linear *j, int64_t row, int64_t column, __m512 sum) {
@@ -36,7 +43,7 @@ static inline __m512 added16(const struct linear *j, int64_t row, int64_t column
 
 /* Writes a result to `to`, where all results of a piece stay until a thread has won the piece. */
 static inline void finish16(const struct linear *j, int64_t row, int64_t column, __m512 sum, void *to) {
-    int64_t at = row * j->weight->outputs + column;
+    const int64_t at = row * row_stride(j) + column;
     sum = added16(j, row, column, sum);
     if (j->bias) sum = _mm512_add_ps(sum, load16(j->bias + column));
     if (j->residual) sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(j->scale), load16(j->residual + at));
@@ -85,11 +92,12 @@ static inline __m512i exponents(int32_t base) {
     return _mm512_maskz_slli_epi16(0xfffefffe, _mm512_add_epi16(n, _mm512_set1_epi16((short)base)), 7);
 }
 
-/* The block that tile `at` of `tiles` fetches: all blocks where there are no more of them than tiles, each by the
+/* The run that tile `at` of `tiles` fetches: all runs where there are no more of them than tiles, each by the
    thread that will most likely attend to it. */
-static inline const char *upcoming_block(const struct upcoming *s, int64_t at, int64_t tiles) {
-    const int64_t block = at * s->count / tiles;
-    return block < (at + 1) * s->count / tiles ? s->kv + s->blocks[block] * s->bytes : 0;
+static inline const char *upcoming_run(const struct upcoming *s, int64_t at, int64_t tiles) {
+    const int64_t run = at * s->count / tiles;
+    if (run >= (at + 1) * s->count / tiles) return 0;
+    return s->kv + s->blocks[run / s->runs] * s->block_stride + run % s->runs * s->run_stride;
 }
 
 /* Of `words`, codes of 16 outputs' two inputs each; `scales`, `offsets`: of those outputs, each twice. */
@@ -160,7 +168,7 @@ static void finish_rows(const struct linear *j, int64_t panel, int64_t row, int6
 }
 
 static void put_rows(const struct linear *j, int64_t panel, const char *from) {
-    const int64_t bytes = result_row(j), stride = j->weight->outputs / 32 * bytes;
+    const int64_t bytes = result_row(j), stride = row_stride(j) * (j->kind == WIDE ? sizeof(float) : sizeof(bf16));
     char *to = (char *)j->out + panel * bytes;
     for (int64_t row = 0; row < j->rows; row++, from += bytes, to += stride)
         for (int64_t i = 0; i < bytes; i += 32)
@@ -184,7 +192,7 @@ static void amx_quantized_panel(const struct thread *thread, const struct linear
     pad_steps(thread->opened, pairs);
     for (int64_t t = 0; t < count; t++) {
         const int64_t row = tile_begin(j->rows, t, count), rows = tile_begin(j->rows, t + 1, count) - row;
-        struct panel_at at = {.ahead = upcoming_block(&j->upcoming, panel * count + t, w->outputs / 32 * count)};
+        struct panel_at at = {.ahead = upcoming_run(&j->upcoming, panel * count + t, w->outputs / 32 * count)};
         if (at.ahead) at.lines = j->upcoming.bytes / 64;
         at.open = thread->opened;
         multiply((const int32_t *)j->x + row * pairs, rows, pairs, pairs, sums, &at);
@@ -206,7 +214,7 @@ static void quantized_panel(const struct thread *thread, const struct linear *j,
             .x_sums = thread->x_sums + (j->first + row) * groups,
         };
         if (!t && count > 1) at.opened = thread->opened;
-        if (t) at.ahead = upcoming_block(&j->upcoming, panel * (count - 1) + t - 1, w->outputs / 32 * (count - 1));
+        if (t) at.ahead = upcoming_run(&j->upcoming, panel * (count - 1) + t - 1, w->outputs / 32 * (count - 1));
         if (t && at.ahead) at.lines = j->upcoming.bytes / 64;
         const quantized_fn *tiles = t ? quantized0 : w->bits == 8 ? quantized8 : quantized4;
         tiles[rows]((const int32_t *)j->x + row * pairs, pairs, sums, &at);
@@ -228,7 +236,7 @@ static void linear_panel(const struct thread *thread, const struct linear *j, in
                               .rare = w->rare + p->first_rare, .rare_end = w->rare + p[1].first_rare};
         const int64_t free_tiles = count - walks, tile = panel * free_tiles + t - walks; /* those that fetch KV */
         if (!t) at.packed = w->bytes + panel * panel_bytes(w);
-        if (t >= walks) at.ahead = upcoming_block(&j->upcoming, tile, w->outputs / 32 * free_tiles);
+        if (t >= walks) at.ahead = upcoming_run(&j->upcoming, tile, w->outputs / 32 * free_tiles);
         else if (ahead) at.ahead = ahead + t * pairs * 64;
         if (at.ahead) at.lines = t >= walks ? j->upcoming.bytes / 64 : walks < 2 ? 2 : t ? pairs : 1;
         multiply((const int32_t *)j->x + row * pairs, rows, pairs, pairs, sums, &at);
@@ -252,14 +260,14 @@ static void linear_rows(struct thread *thread, const struct linear *job) {
     }
 }
 
-/* Puts rows of x, in place, into the order of the weight's inputs. No later layer reads these rows. */
-static void reorder(struct thread *thread, bf16 *x, int64_t rows, const struct weight *w) {
+/* Puts rows of x into the order of the weight's inputs, at `to`. No later layer reads these rows. */
+static void reorder(struct thread *thread, const bf16 *x, bf16 *to, int64_t rows, const struct weight *w) {
     bf16 *room = (bf16 *)thread->opened;
     begin(thread, rows);
     for (int64_t next, row; (row = take(thread, &next)) >= 0;) {
-        bf16 *from = x + row * w->inputs;
+        const bf16 *from = x + row * w->inputs;
         for (int64_t i = 0; i < w->inputs; i++) room[i] = from[w->order[i]];
-        if (win(thread, row)) memcpy(from, room, w->inputs * sizeof *room), written(thread);
+        if (win(thread, row)) memcpy(to + row * w->inputs, room, w->inputs * sizeof *room), written(thread);
     }
 }
 
@@ -272,12 +280,15 @@ static void linear(struct thread *thread, struct linear job) {
     const int64_t bytes = w->inputs * sizeof *job.x, rows = job.rows;
     const int64_t fit = L2_BYTES / bytes / MOST_ROWS * MOST_ROWS;
     const int64_t most = !has_amx ? rows : fit < LEAST_ROWS ? LEAST_ROWS : fit;
-    const int64_t out_bytes = w->outputs * (job.kind >= SILU ? 1 : job.kind == WIDE ? 4 : 2);
-    if (w->order) reorder(thread, job.x, rows, w);
+    const int64_t stride = row_stride(&job), out_bytes = stride * (job.kind == WIDE ? 4 : 2);
+    if (w->order) {
+        bf16 *to = job.ordered ? job.ordered : job.x;
+        reorder(thread, job.x, to, rows, w), job.x = to;
+    }
     for (int64_t row = 0; row < rows; row += most) {
         struct linear part = job;
         part.x += row * w->inputs, part.out = (char *)job.out + row * out_bytes;
-        if (job.residual) part.residual += row * w->outputs;
+        if (job.residual) part.residual += row * stride;
         if (job.adapters) part.adapters += row, part.added += row * w->outputs;
         part.rows = row + most < rows ? most : rows - row;
         linear_rows(thread, &part);

@@ -34,6 +34,18 @@ struct layer {
     char *kv; /* (blocks, 2, kv_heads, block_size, row): see kv_row */
 };
 
+/* The columns of rows of `of` numbers that this rank computes: as many as its weights have outputs, from `first` on;
+   zeros: there is one rank. */
+struct columns { int64_t first, of; };
+
+/* The ranks that share the layers, of which each computes its columns; parallel/exchange.c has their meetings. */
+struct ranks {
+    void *meetings;
+    void (*arrive)(void *meetings);
+    int64_t (*wait)(void *meetings, uint32_t met); /* until all have arrived so often; not 0: in vain */
+    uint32_t *met;                                 /* how often before this pass */
+};
+
 struct model {
     const struct layer *layers;
     struct weight head;
@@ -47,7 +59,8 @@ struct model {
     int64_t rotated;      /* how many of a head's numbers are rotated */
     int64_t interleaved;  /* pairs that are rotated lie side by side, else in two halves */
     int64_t norms_all;    /* q and k are normed over all heads together */
-    int64_t hidden, heads, kv_heads, head_dim, intermediate, block_size;
+    int64_t hidden, heads, kv_heads, head_dim, intermediate, block_size; /* heads and inner outputs: a rank's own */
+    int64_t block_stride, value_stride; /* bytes from a block to the next, and from its keys to its values */
     int64_t kv_int8; /* KV is in int8, as kv_cache.py has it */
     int64_t activation; /* SILU or what follows it */
     float eps;
@@ -56,6 +69,8 @@ struct model {
     float attention_scale;   /* the factor of scores */
     float attention_softcap; /* scores stay below; 0: there is no bound */
     float factors[2];        /* of each kind's cosines and sines */
+    const struct ranks *ranks; /* null: there is one */
+    struct columns attended, outputs, inner, vocabulary;
 };
 
 /* A part of a linear layer's outputs: down (rank, inputs), up (rank, outputs); rank 0 adds nothing. */
@@ -64,9 +79,12 @@ struct lora_part { const bf16 *down, *up; int64_t rank, outputs; };
 /* One step. `x` (rows, hidden) holds embeddings before and hidden states after; the others are room for the pass.
    Sequence s has rows starts[s] ... starts[s + 1], the last of its lengths[s] tokens, whose KV lies in the blocks
    tables[table_starts[s]] ... tables[table_starts[s + 1]]. Where any row is adapted, `adapters` has each one's table, PARTS
-   for each layer, or null, and `added` is room for what they add. */
+   for each layer, or null, and `added` is room for what they add. Ranks share x (or `plain`, where norms follow linear
+   layers), `attended` and `inner`. */
 struct step {
     bf16 *x, *normed, *qkv, *attended, *inner;
+    bf16 *plain;   /* linear layers' outputs before the norm that follows them: `normed` of one rank */
+    bf16 *ordered; /* `attended` or `inner` in the order of a weight's inputs; null: there, in place */
     float *cos, *sin; /* (kinds of angles, rows, rotated / 2): room, too */
     const int64_t *positions, *slots, *starts, *lengths, *table_starts;
     const int32_t *tables;

@@ -113,8 +113,11 @@ static inline int64_t panel_bytes(const struct weight *w) {
     return w->bits ? w->inputs / w->group * group_bytes(w) : w->inputs / 2 * STEP_BYTES;
 }
 
+static inline int is_row(const struct weight *w, int64_t id) { return id >= 0 && id < w->outputs; }
+
 static void dequantize_rows(const struct weight *from, const int64_t *ids, int64_t count, bf16 *out) {
     for (; count--; ids++, out += from->inputs) {
+        if (!is_row(from, *ids)) continue;
         const int64_t n = *ids % 32;
         const uint8_t *group = from->bytes + *ids / 32 * panel_bytes(from);
         for (int64_t k = 0; k < from->inputs; k += from->group, group += group_bytes(from)) {
@@ -131,7 +134,7 @@ static void dequantize_rows(const struct weight *from, const int64_t *ids, int64
     }
 }
 
-/* Rows `ids` of a packed weight, as they were; of a quantized one, as it has them. */
+/* Rows `ids` of a packed weight, as they were; of a quantized one, as it has them. Ids of no row are passed over. */
 void tandem_unpack_rows(const struct weight *from, const int64_t *ids, int64_t count, bf16 *out) {
     if (from->bits) {
         dequantize_rows(from, ids, count, out);
@@ -139,6 +142,7 @@ void tandem_unpack_rows(const struct weight *from, const int64_t *ids, int64_t c
     }
     const int64_t inputs = from->inputs;
     for (; count--; ids++, out += inputs) {
+        if (!is_row(from, *ids)) continue;
         const int64_t panel = *ids / 32, n = *ids % 32;
         const struct panel *p = from->panels + panel;
         const uint8_t *step = from->bytes + panel * (inputs / 2) * STEP_BYTES;

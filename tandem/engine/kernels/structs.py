@@ -66,6 +66,18 @@ class Layer(ctypes.Structure):
     ]
 
 
+class Columns(ctypes.Structure):
+    """`struct columns` of model.h."""
+
+    _fields_ = [("first", _INT), ("of", _INT)]
+
+
+class RanksStruct(ctypes.Structure):
+    """`struct ranks` of model.h."""
+
+    _fields_ = [(name, _POINTER) for name in ("meetings", "arrive", "wait", "met")]
+
+
 class ModelStruct(ctypes.Structure):
     """`struct model` of model.h."""
 
@@ -80,10 +92,12 @@ class ModelStruct(ctypes.Structure):
         ("inverse", _POINTER),
         *((name, _INT) for name in ("angles", "rotated", "interleaved", "norms_all")),
         *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "block_size")),
-        *((name, _INT) for name in ("kv_int8", "activation")),
+        *((name, _INT) for name in ("block_stride", "value_stride", "kv_int8", "activation")),
         *((name, ctypes.c_float) for name in ("eps", "weights_from", "residual_scale")),
         *((name, ctypes.c_float) for name in ("attention_scale", "attention_softcap")),
         ("factors", ctypes.c_float * 2),
+        ("ranks", _POINTER),
+        *((name, Columns) for name in ("attended", "outputs", "inner", "vocabulary")),
     ]
 
 
@@ -97,13 +111,13 @@ class Step(ctypes.Structure):
     """`struct step` of model.h."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("x", "normed", "qkv", "attended", "inner", "cos", "sin")),
+        *((name, _POINTER) for name in ("x", "normed", "qkv", "attended", "inner", "plain", "ordered", "cos", "sin")),
         *((name, _POINTER) for name in ("positions", "slots", "starts", "lengths", "table_starts", "tables")),
         *((name, _POINTER) for name in ("near_slots", "near_tables", "adapters", "added")),
         *((name, _INT) for name in ("rows", "seqs")),
     ]
 
 
-_SHARED = (Weight, Panel, Rare, ExpertsStruct, Mixture, Layer, ModelStruct, LoraPart, Step)
+_SHARED = (Weight, Panel, Rare, ExpertsStruct, Mixture, Layer, RanksStruct, ModelStruct, LoraPart, Step)
 SIZES = {struct.__name__: ctypes.sizeof(struct) for struct in _SHARED}
 SIZES["Draw"] = DRAW.size  # `struct draw` of sampling.h

@@ -42,6 +42,7 @@ struct thread {
     uint32_t *opened;           /* room for a panel, opened */
     void *result;               /* room for a piece's */
     float *x_sums;              /* room for a sum of each row's groups of inputs; all threads' */
+    uint32_t met;               /* how many meetings of ranks are behind it */
 };
 
 /* What each thread that `run` started begins with. */

@@ -12,7 +12,8 @@ from tandem.engine.types import EngineConfig
 
 @dataclass(frozen=True)
 class RankJob:
-    """The part of a rank in an engine. `threads`: those that it computes with."""
+    """The part of a rank in an engine. `threads`: those that it computes with;
+    `with_kernels`: in compiled kernels, as all ranks do or none."""
 
     shard: Shard
     config: EngineConfig
@@ -21,3 +22,4 @@ class RankJob:
     num_blocks: int
     rooms: Rooms
     threads: int
+    with_kernels: bool

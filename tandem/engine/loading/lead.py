@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from tandem.engine.forward import Taps
 from tandem.engine.kv import KVLayout
 from tandem.engine.loading.jobs import RankJob
-from tandem.engine.loading.loaded import load_shard, shared_kv_bytes, shared_kv_cache
+from tandem.engine.loading.loaded import load_shard, shard_kernels, shared_kv_bytes, shared_kv_cache
 from tandem.engine.models import ModelConfig
 from tandem.engine.parallel import (
     RankDied,
@@ -27,11 +28,13 @@ from tandem.engine.types import EngineConfig, Progress
 
 
 class Led(NamedTuple):
-    """A forward pass by all ranks, the KV cache that they share, and the ranks beside the leader."""
+    """A forward pass by all ranks, the KV cache that they share, and the ranks beside the leader. `library`: the
+    compiled kernels, if ranks compute with them."""
 
     forward: RankedForward
     kv_cache: list[Tensor]
     ranks: Ranks
+    library: ctypes.CDLL | None
 
 
 def lead(
@@ -45,12 +48,15 @@ def lead(
     memory = RankMemory(SharedMemory.new(rooms.size), SharedMemory.new(shared_kv_bytes(layout, num_blocks)))
     threads = max(1, torch.get_num_threads() // count)
     exchange = RankExchange(memory.exchange, rooms, 0, count, lambda: ranks.check())
-    jobs = [RankJob(Shard(rank, count), config, model, layout, num_blocks, rooms, threads) for rank in range(1, count)]
+    library = shard_kernels(config, model, layout)
+    parts = config, model, layout, num_blocks, rooms, threads, library is not None
+    jobs = [RankJob(Shard(rank, count), *parts) for rank in range(1, count)]
     ranks = Ranks([start(job, memory) for job in jobs], exchange, memory)
     try:
         torch.set_num_threads(threads)
         kv_cache = shared_kv_cache(layout, num_blocks, memory.kv)
-        loaded = load_shard(config, model, layout, Shard(0, count), exchange, on_progress)
+        loaded = load_shard(config, model, layout, Shard(0, count), exchange, library, on_progress)
+        forward = loaded.forward(kv_cache, threads, taps)
         exchange.meet()
     except RankDied as died:
         ranks.close()
@@ -58,4 +64,4 @@ def lead(
     except BaseException:
         ranks.close()
         raise
-    return Led(RankedForward(loaded.forward(kv_cache, taps), loaded.model, exchange), kv_cache, ranks)
+    return Led(RankedForward(forward, loaded.model, exchange), kv_cache, ranks, library)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from tandem.engine.forward import TorchForward
+from tandem.engine.forward import Forward
+from tandem.engine.kernels import load_library
 from tandem.engine.loading.jobs import RankJob
 from tandem.engine.loading.loaded import load_shard, shared_kv_cache
 from tandem.engine.parallel import (
@@ -20,7 +21,6 @@ from tandem.engine.parallel import (
     AdapterViews,
     RankExchange,
     RankMemory,
-    ShardedDecoder,
     SharedMemory,
     StepMessage,
     read_message,
@@ -34,21 +34,24 @@ def serve(job: RankJob, memory: RankMemory, look: Callable[[], None], ended: thr
     exchange.beat()
     threading.Thread(target=_beat, args=(exchange, ended), name=f"rank-{shard.rank}-beats", daemon=True).start()
     kv_cache = shared_kv_cache(job.layout, job.num_blocks, memory.kv)
-    loaded = load_shard(job.config, job.model, job.layout, shard, exchange)
-    forward = loaded.forward(kv_cache)
+    library = load_library() if job.with_kernels else None
+    if job.with_kernels and library is None:
+        raise RuntimeError("the leader computes with compiled kernels, which this rank cannot load")
+    loaded = load_shard(job.config, job.model, job.layout, shard, exchange, library)
+    forward = loaded.forward(kv_cache, job.threads)
     exchange.meet()
     with torch.inference_mode():
-        _compute(forward, loaded.model, exchange)
+        _compute(forward, exchange)
 
 
-def _compute(forward: TorchForward, model: ShardedDecoder, exchange: RankExchange) -> None:
+def _compute(forward: Forward, exchange: RankExchange) -> None:
     adapters, hidden = AdapterViews(), torch.empty(0)
     while True:
         message = read_message(exchange.hear())
         if isinstance(message, StepMessage):
             hidden = forward(adapters.step(message))
         else:
-            model.gather_logits(hidden[torch.tensor(message.rows)])
+            forward.logits(hidden, message.rows)
 
 
 def _beat(exchange: RankExchange, ended: threading.Event) -> None:

@@ -53,10 +53,20 @@ uint32_t tandem_count_up(struct line *l) {
     return count;
 }
 
-/* Waits until all of `count` lines have got as far as `wanted`, for at most so long each. Returns -1, or the first line
-   that is still behind. */
-int64_t tandem_wait_for_all(struct line *lines, int64_t count, uint32_t wanted, int64_t timeout_us) {
-    for (int64_t i = 0; i < count; i++)
-        if (tandem_wait(lines + i, wanted, timeout_us)) return i;
-    return -1;
+/* A rank's meetings: it arrives, and waits until all have arrived as often. `look` is called while another one is late;
+   where it returns 1, waiting is in vain. */
+struct meetings {
+    struct line *lines;
+    int64_t ranks, rank, patience_us;
+    int64_t (*look)(void);
+};
+
+void tandem_arrive(const struct meetings *m) { tandem_count_up(m->lines + m->rank); }
+
+/* Waits until all ranks have arrived `met` times. Returns 0, or 1 where that is in vain. */
+int64_t tandem_wait_for_all(const struct meetings *m, uint32_t met) {
+    for (int64_t i = 0; i < m->ranks; i++)
+        while (tandem_wait(m->lines + i, met, m->patience_us))
+            if (m->look()) return 1;
+    return 0;
 }

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -28,6 +29,17 @@ LINE = 64  # bytes
 PATIENCE_US, IDLE_US = 20_000, 200_000
 
 _LENGTH = 8
+_LOOK = ctypes.CFUNCTYPE(ctypes.c_int64)
+
+
+class _Meetings(ctypes.Structure):
+    """`struct meetings` of exchange.c."""
+
+    _fields_ = [
+        ("lines", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("ranks", "rank", "patience_us")),
+        ("look", _LOOK),
+    ]
 
 
 class SharedMemory:
@@ -70,8 +82,9 @@ class RankExchange:
         self._memory, self._look, self._library = memory, look, _library()
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory.view))
         self._lines = base + rooms.at["lines"]
-        self._own, self._said = self._lines + rank * LINE, self._lines + ranks * LINE
-        self._met = self._heard = 0
+        self._said, self._heard, self._met = self._lines + ranks * LINE, 0, ctypes.c_uint32()
+        self._meetings = _Meetings(self._lines, ranks, rank, PATIENCE_US, _LOOK(self._is_in_vain))
+        self._error: BaseException | None = None
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
         self._beats = memory.view[(ranks + 1) * LINE :][: ranks * LINE].cast("I")
 
@@ -93,10 +106,22 @@ class RankExchange:
 
     def meet(self) -> None:
         """Waits until all ranks have come as far as this one."""
-        self._met = self._met + 1 & 0xFFFFFFFF
-        self._library.tandem_count_up(self._own)
-        while self._library.tandem_wait_for_all(self._lines, self.ranks, self._met, PATIENCE_US) >= 0:
-            self._look()
+        self._met.value += 1
+        self._library.tandem_arrive(ctypes.byref(self._meetings))
+        if self._library.tandem_wait_for_all(ctypes.byref(self._meetings), self._met):
+            self.fail()
+
+    def native(self) -> tuple[int, int, int, int]:
+        """Returns what compiled code meets with: the addresses of the meetings, of the functions to arrive and to wait,
+        and of the number of meetings so far, which it counts up. After a wait in vain call `fail`."""
+        functions = self._library.tandem_arrive, self._library.tandem_wait_for_all
+        arrive, wait = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
+        return ctypes.addressof(self._meetings), arrive, wait, ctypes.addressof(self._met)
+
+    def fail(self) -> NoReturn:
+        """Raises what `look` has raised."""
+        assert self._error is not None
+        raise self._error
 
     def say(self, message: bytes) -> None:
         """Gives the other ranks a message; all must have met since the one before."""
@@ -115,6 +140,13 @@ class RankExchange:
         at = self.rooms.at["message"]
         length = int.from_bytes(self._memory.view[at : at + _LENGTH], "little")
         return self._memory.view[at + _LENGTH : at + _LENGTH + length]
+
+    def _is_in_vain(self) -> int:
+        try:
+            self._look()
+        except BaseException as error:  # C code cannot raise it: `fail` does
+            self._error = error
+        return int(self._error is not None)
 
     def beat(self) -> None:
         """Shows the leader that this rank is alive."""
@@ -140,6 +172,7 @@ def _library() -> ctypes.CDLL:
     line, count = ctypes.c_void_p, ctypes.c_uint32
     library.tandem_wait.argtypes = line, count, ctypes.c_int64
     library.tandem_count_up.argtypes, library.tandem_count_up.restype = (line,), count
-    library.tandem_wait_for_all.argtypes = line, ctypes.c_int64, count, ctypes.c_int64
+    library.tandem_arrive.argtypes, library.tandem_arrive.restype = (ctypes.c_void_p,), None
+    library.tandem_wait_for_all.argtypes = ctypes.c_void_p, count
     library.tandem_wait.restype = library.tandem_wait_for_all.restype = ctypes.c_int64
     return library

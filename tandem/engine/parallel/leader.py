@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tandem.engine.forward import StepInput, TorchForward
+from tandem.engine.forward import Forward, StepInput
 from tandem.engine.parallel.exchange import RankExchange
 from tandem.engine.parallel.rooms import LOGITS_ROWS
 from tandem.engine.parallel.sharded import ShardedDecoder
@@ -18,7 +18,7 @@ from tandem.engine.parallel.steps import AdapterMemory, LogitsMessage, packed
 class RankedForward:
     """Runs `plain`, the forward pass of this rank's shard `model`, beside those of all other ranks."""
 
-    def __init__(self, plain: TorchForward, model: ShardedDecoder, exchange: RankExchange) -> None:
+    def __init__(self, plain: Forward, model: ShardedDecoder, exchange: RankExchange) -> None:
         self._plain, self._model, self._exchange = plain, model, exchange
         self._adapters = AdapterMemory()
 

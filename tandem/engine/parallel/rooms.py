@@ -15,6 +15,7 @@ PAGE = 4096
 ROW_BYTES, HEAD_BYTES = 64 << 10, 1 << 20
 LOGITS_ROWS = 64  # rows of logits that are computed at once: each is as wide as the vocabulary
 MOST_BYTES = 4  # of a number
+ROWS_BEHIND = 31  # kernels read so many rows past the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Rooms:
             "experts": config.hidden_size * experts.per_token if experts else 0,
         }
         sizes = {"lines": (2 * ranks + 1) * 64, "message": HEAD_BYTES + max_rows * (ROW_BYTES + 8 * most_blocks)}
-        sizes |= {name: max_rows * width * MOST_BYTES for name, width in widths.items()}
+        sizes |= {name: (max_rows + ROWS_BEHIND) * width * MOST_BYTES for name, width in widths.items()}
         sizes["logits"] = LOGITS_ROWS * config.vocab_size * MOST_BYTES
         at, end = dict[str, int](), 0
         for name, size in sizes.items():

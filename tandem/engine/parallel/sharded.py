@@ -46,7 +46,7 @@ class ShardedDecoder(Decoder):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, shard: Shard, exchange: RankExchange) -> None:
         super().__init__(config, dtype)
-        self.shard, self.rows, self._exchange = shard, Rows(), exchange
+        self.shard, self.rows, self.exchange = shard, Rows(), exchange
         for number, layer in enumerate(self.layers):
             name = f"model.layers.{number}"
             if isinstance(layer.attention, LatentAttention):
@@ -75,7 +75,7 @@ class ShardedDecoder(Decoder):
             own = attend(layer, q, k, v, scope)
             if scope.is_latent:  # what is gathered are the heads' values, which are made of this
                 return own
-            return self._exchange.gathered("attended", own.flatten(1), first, width)
+            return self.exchange.gathered("attended", own.flatten(1), first, width)
 
         return super().__call__(input_ids, positions, attend_all, adapt, enter)
 
@@ -96,18 +96,18 @@ class ShardedDecoder(Decoder):
         assert len(hidden) <= LOGITS_ROWS
         normed = self.normed(hidden)
         own = linear(normed, dense(self.lm_head, normed.dtype)).float()
-        return self._exchange.gathered("logits", own, self._tokens.start, self.config.vocab_size)
+        return self.exchange.gathered("logits", own, self._tokens.start, self.config.vocab_size)
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
         tokens, config = self._tokens, self.config
-        whole = self._exchange.place("hidden", len(input_ids), config.hidden_size, self.norm.dtype)
+        whole = self.exchange.place("hidden", len(input_ids), config.hidden_size, self.norm.dtype)
         own = ((input_ids >= tokens.start) & (input_ids < tokens.stop)).nonzero()[:, 0]
         ids = input_ids[own] - tokens.start
         if isinstance(self.embed, QuantizedWeight):
             whole[own] = self.embed.rows(ids, self.norm.dtype)
         else:
             whole[own] = F.embedding(ids, self.embed)
-        self._exchange.meet()
+        self.exchange.meet()
         return whole * self.embed_scale if self.embed_scale else whole.clone()  # other layers' outputs come there next
 
     def _split_attention(self, attention: Attention, name: str) -> None:
@@ -119,7 +119,7 @@ class ShardedDecoder(Decoder):
             parts = [[q, _moved(kv, after_q), _moved(kv, after_k)]]
         self._split(attention.qkv, name, parts)
         if config.qk_norm_of_all:  # each rank norms and rotates the heads of all
-            attention.qkv = GatheredHeads(attention.qkv, self._exchange, (q, kv, kv), attention.sizes)
+            attention.qkv = GatheredHeads(attention.qkv, self.exchange, (q, kv, kv), attention.sizes)
         else:
             attention.heads = len(heads), len(kv_heads), len(kv_heads)
         attention.o = self._gathered(attention.o, name)
@@ -142,7 +142,7 @@ class ShardedDecoder(Decoder):
         is_fused = len(mlp.gate_up.parts) == 1
         self._split(mlp.gate_up, name, [[own, _moved(own, inner)]] if is_fused else [[own], [own]])
         activate = mlp.activation
-        mlp.activation = lambda gate_up: self._exchange.gathered("inner", activate(gate_up), own.start, inner)
+        mlp.activation = lambda gate_up: self.exchange.gathered("inner", activate(gate_up), own.start, inner)
         mlp.down = self._gathered(mlp.down, name)
 
     def _split_vocabulary(self, config: ModelConfig) -> None:
@@ -165,7 +165,7 @@ class ShardedDecoder(Decoder):
         outputs = layer.weight.shape[0]
         own = self.shard.outputs(outputs)
         self._split(layer, name, [[own]])
-        return GatheredLinear(layer, self._exchange, own.start, outputs)
+        return GatheredLinear(layer, self.exchange, own.start, outputs)
 
 
 class GatheredLinear(Linear):

@@ -52,7 +52,7 @@ def load_weights(
         if on_progress is not None:
             on_progress("weights", done, total)
 
-    kept = _load_codes(model, path, note) if keep_codes and (path / WEIGHTS_FILE).exists() else set()
+    kept = _load_codes(model, path, rows, note) if keep_codes and (path / WEIGHTS_FILE).exists() else set()
     for name in wanted:
         if name not in kept and not _is_packed(model, name, sources):
             with _open(sources[name], model) as file:
@@ -76,7 +76,7 @@ def _rows_of(file: Any, name: str, rows: Mapping[str, Sequence[range]]) -> Tenso
     return torch.cat([whole[part.start : part.stop] for part in needed])
 
 
-def _load_codes(model: Decoder, path: Path, note: Callable[..., None]) -> set[str]:
+def _load_codes(model: Decoder, path: Path, rows: Mapping[str, Sequence[range]], note: Callable[..., None]) -> set[str]:
     """Loads a GGUF file's quantized layers, embedding and head without dequantizing them. Returns the names of their
     weights, and calls `note` with each name once it is loaded."""
     kept: set[str] = set()
@@ -84,13 +84,15 @@ def _load_codes(model: Decoder, path: Path, note: Callable[..., None]) -> set[st
         for linear, layers, _ in model.fused():
             names = [f"{layer}.weight" for layer in layers]
             if all(map(file.is_quantized, names)):
-                linear.weight = joined([file.quantized(name) for name in names])
+                linear.weight = joined(
+                    [_rows_in(file.quantized(f"{layer}.weight"), rows.get(layer)) for layer in layers]
+                )
                 kept.update(names)
                 note(*names)
         head = "model.embed_tokens.weight" if model.lm_head is model.embed else "lm_head.weight"
         if file.is_quantized(head):
             tied = model.lm_head is model.embed
-            model.lm_head = joined([file.quantized(head)])
+            model.lm_head = joined([_rows_in(file.quantized(head), rows.get(head.removesuffix(".weight")))])
             model.embed = model.lm_head if tied else model.embed
             kept.add(head)
             note(head)
@@ -185,10 +187,21 @@ def _part_of(
     """Returns the rows of a quantized weight that are needed; None: all."""
     if rows is None:
         return part
-    which = torch.cat([torch.arange(some.start, some.stop) for some in rows])
     if isinstance(part, QuantizedWeight):
-        return replace(part, codes=part.codes[which], scales=part.scales[which], offsets=part.offsets[which])
+        return _rows_in(part, rows)
+    which = _numbers(rows)
     return (part if isinstance(part, Tensor) else part.dense(torch.float32))[which]
+
+
+def _rows_in(weight: QuantizedWeight, rows: Sequence[range] | None) -> QuantizedWeight:
+    if rows is None:
+        return weight
+    codes, scales, offsets = (part[_numbers(rows)] for part in (weight.codes, weight.scales, weight.offsets))
+    return replace(weight, codes=codes, scales=scales, offsets=offsets)
+
+
+def _numbers(rows: Sequence[range]) -> Tensor:
+    return torch.cat([torch.arange(some.start, some.stop) for some in rows])
 
 
 def _lies_as(part: QuantizedWeight, other: QuantizedWeight) -> bool:
