@@ -1,5 +1,5 @@
 /* Meetings of processes that share memory: each counts up its own line and waits until others' lines have got as far.
-   A waiter spins for some microseconds, then sleeps in the kernel until the line it waits for is counted up. */
+   A waiter spins for a while, then sleeps in the kernel until the line it waits for is counted up. */
 
 #include <linux/futex.h>
 #include <stdatomic.h>
@@ -13,8 +13,6 @@
 #else
 #define PAUSE() ((void)0)
 #endif
-enum { SPINS = 1000 };
-
 struct line { /* of one counter: a cache line */
     _Atomic uint32_t count, sleepers;
     uint32_t unused[14];
@@ -29,8 +27,8 @@ static int64_t now_us(void) {
 }
 
 /* Waits until the line's count is `wanted`, or more, for at most so long. Returns 0, or -1 where it is still behind. */
-int64_t tandem_wait(struct line *l, uint32_t wanted, int64_t timeout_us) {
-    for (int i = 0; i < SPINS; i++) {
+int64_t tandem_wait(struct line *l, uint32_t wanted, int64_t spins, int64_t timeout_us) {
+    for (int64_t i = 0; i < spins; i++) {
         if (!is_behind(l, wanted)) return 0;
         PAUSE();
     }
@@ -57,7 +55,7 @@ uint32_t tandem_count_up(struct line *l) {
    where it returns 1, waiting is in vain. */
 struct meetings {
     struct line *lines;
-    int64_t ranks, rank, patience_us;
+    int64_t ranks, rank, spins, patience_us;
     int64_t (*look)(void);
 };
 
@@ -66,7 +64,7 @@ void tandem_arrive(const struct meetings *m) { tandem_count_up(m->lines + m->ran
 /* Waits until all ranks have arrived `met` times. Returns 0, or 1 where that is in vain. */
 int64_t tandem_wait_for_all(const struct meetings *m, uint32_t met) {
     for (int64_t i = 0; i < m->ranks; i++)
-        while (tandem_wait(m->lines + i, met, m->patience_us))
+        while (tandem_wait(m->lines + i, met, m->spins, m->patience_us))
             if (m->look()) return 1;
     return 0;
 }

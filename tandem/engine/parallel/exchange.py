@@ -22,11 +22,14 @@ from torch import Tensor
 
 from tandem.engine.parallel.rooms import Rooms
 from tandem.machine.native import NotCompiled, compiled
+from tandem.machine.resources import usable_cpus
 
 SOURCE = Path(__file__).with_name("exchange.c")
 LINE = 64  # bytes
 # The time after which a rank that waits for others looks whether they are alive, and after which an idle one does.
 PATIENCE_US, IDLE_US = 20_000, 200_000
+# How often a rank looks before it sleeps: about 0.3 ms, as waking it takes long; little where ranks share cores.
+SPINS, FEW_SPINS = 8192, 64
 
 _LENGTH = 8
 _LOOK = ctypes.CFUNCTYPE(ctypes.c_int64)
@@ -37,7 +40,7 @@ class _Meetings(ctypes.Structure):
 
     _fields_ = [
         ("lines", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("ranks", "rank", "patience_us")),
+        *((name, ctypes.c_int64) for name in ("ranks", "rank", "spins", "patience_us")),
         ("look", _LOOK),
     ]
 
@@ -80,10 +83,11 @@ class RankExchange:
     def __init__(self, memory: SharedMemory, rooms: Rooms, rank: int, ranks: int, look: Callable[[], None]) -> None:
         self.rank, self.ranks, self.rooms = rank, ranks, rooms
         self._memory, self._look, self._library = memory, look, _library()
+        spins = SPINS if ranks <= usable_cpus() else FEW_SPINS
         base = ctypes.addressof(ctypes.c_char.from_buffer(memory.view))
         self._lines = base + rooms.at["lines"]
         self._said, self._heard, self._met = self._lines + ranks * LINE, 0, ctypes.c_uint32()
-        self._meetings = _Meetings(self._lines, ranks, rank, PATIENCE_US, _LOOK(self._is_in_vain))
+        self._meetings = _Meetings(self._lines, ranks, rank, spins, PATIENCE_US, _LOOK(self._is_in_vain))
         self._error: BaseException | None = None
         self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
         self._beats = memory.view[(ranks + 1) * LINE :][: ranks * LINE].cast("I")
@@ -135,7 +139,7 @@ class RankExchange:
     def hear(self) -> memoryview:
         """Waits for the leader's next message."""
         self._heard = self._heard + 1 & 0xFFFFFFFF
-        while self._library.tandem_wait(self._said, self._heard, IDLE_US):
+        while self._library.tandem_wait(self._said, self._heard, FEW_SPINS, IDLE_US):
             self._look()
         at = self.rooms.at["message"]
         length = int.from_bytes(self._memory.view[at : at + _LENGTH], "little")
@@ -170,7 +174,7 @@ def _library() -> ctypes.CDLL:
     except (OSError, NotCompiled) as error:
         raise ValueError(f"tensor_parallel: ranks meet in compiled code, and {error}") from None
     line, count = ctypes.c_void_p, ctypes.c_uint32
-    library.tandem_wait.argtypes = line, count, ctypes.c_int64
+    library.tandem_wait.argtypes = line, count, ctypes.c_int64, ctypes.c_int64
     library.tandem_count_up.argtypes, library.tandem_count_up.restype = (line,), count
     library.tandem_arrive.argtypes, library.tandem_arrive.restype = (ctypes.c_void_p,), None
     library.tandem_wait_for_all.argtypes = ctypes.c_void_p, count
