@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tandem.checkpoints import MemoryNeed, described
 from tandem.engine import EngineConfig, SamplingParams
-from tandem.engine.build import _blocks_that_fit, _layout, _load
+from tandem.engine.build import _blocks_that_fit, _layout
 from tandem.engine.fitting import DeviceRoom, check_memory, graphs_bytes, largest_steps, sized
 from tandem.engine.forward.forward import StepInput, TorchForward
+from tandem.engine.loading import load
 from tandem.engine.models import read_model_config
 from tandem.machine.resources import usable_memory
 from tests.engine.tiny import make_engine
@@ -133,7 +134,7 @@ def test_blocks_are_what_weights_and_the_largest_steps_leave(llama: Path, monkey
     Peaks.memory = memory
     monkeypatch.setattr("tandem.engine.build.TorchForward", Peaks)
     room = DeviceRoom(0.5, memory)
-    loaded = _load(config, llama, model, layout, None)
+    loaded = load(config, llama, model, layout, None)
     memory.used += 500_000
     with capture_logs() as logs:
         blocks = _blocks_that_fit(config, room, loaded, layout)
