@@ -66,10 +66,10 @@ class Ranks:
 
     def __init__(
         self, running: Sequence[RunningRank] = (), exchange: RankExchange | None = None,
-        memory: RankMemory | None = None,
+        memory: RankMemory | None = None, now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._running, self._exchange, self._memory, self._lock = running, exchange, memory, threading.Lock()
-        self._seen, self._quiet_s, self._looked = [0] * len(running), [0.0] * len(running), time.monotonic()
+        self._seen, self._quiet_s, self._now, self._looked = [0] * len(running), [0.0] * len(running), now, now()
         self._oom_kills, self._counted = OomKills() if running else None, self._looked
         self._died: tuple[str, str] | None = None
 
@@ -92,7 +92,7 @@ class Ranks:
 
     def _look(self, oom_kills: OomKills) -> tuple[str, str] | None:
         """Returns what has happened to a rank, and the cause, if one is lost."""
-        now = time.monotonic()
+        now = self._now()
         awake_s, self._looked = min(now - self._looked, AWAKE_S), now
         if now > self._counted + COUNT_S:
             self._counted = now

@@ -89,14 +89,10 @@ class ShardedDecoder(Decoder):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits (rows, vocab_size) float32 of at most LOGITS_ROWS hidden states, until the next call."""
-        return self.bounded(self.gather_logits(hidden))
-
-    def gather_logits(self, hidden: Tensor) -> Tensor:
-        """Computes this rank's logits, and returns all ranks' outputs of the head."""
         assert len(hidden) <= LOGITS_ROWS
         normed = self.normed(hidden)
         own = linear(normed, dense(self.lm_head, normed.dtype)).float()
-        return self.exchange.gathered("logits", own, self._tokens.start, self.config.vocab_size)
+        return self.bounded(self.exchange.gathered("logits", own, self._tokens.start, self.config.vocab_size))
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
         tokens, config = self._tokens, self.config

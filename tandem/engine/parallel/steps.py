@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -82,7 +83,7 @@ class AdapterMemory:
     """The leader's side: adapters that other ranks can read."""
 
     _shared: WeakKeyDictionary[Adapter, SharedAdapter] = field(default_factory=WeakKeyDictionary)
-    _gone: list[int] = field(default_factory=list)
+    _gone: deque[int] = field(default_factory=deque)  # any thread appends to it
     _count: int = 0
 
     def message(self, step: StepInput) -> StepMessage:
@@ -90,7 +91,7 @@ class AdapterMemory:
         used = {adapter for adapter in step.adapters if adapter is not None}
         new = [self._share(adapter) for adapter in used if adapter not in self._shared]
         numbers = [None if adapter is None else self._shared[adapter].number for adapter in step.adapters]
-        gone, self._gone = self._gone, []
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]
         return StepMessage(_packed(step), numbers, new, gone)
 
     def _share(self, adapter: Adapter) -> SharedAdapter:
