@@ -1,11 +1,12 @@
 """`python3 benchmarks/gpu/bare.py BUNDLE`: on a machine with a GPU and no network, what it can say, smallest first.
 
-    install ─> device ─> transports ─> engine ─> flashinfer ─> cluster ─> benchmarks.gpu, part by part
+    install ─> device ─> transports ─> engine ─> flashinfer ─> cluster ─> benchmarks.gpu, part by part, vLLM's last
 
-Each has a bound, and its result is a line of bare.jsonl before the next one begins; bare.log has what they say as it
-comes, gpu-PART.json what was measured: six files, for places that carry few back. What is installed and compiled stays,
-so a second call with --only=… goes on where a first one ended. Needs nothing but Python before it has installed.
-`--device=cpu` rehearses the same commands without a GPU, at a small scale.
+Each has a bound, and its result is a line of bare.jsonl before the next one begins: its exit status, or why there is
+none; `cannot run here`, with the reason, is no failure. bare.log has what they say as it comes, gpu-PART.json what was
+measured: six files, for places that carry few back. What is installed and compiled stays, so a second call with
+--only=… goes on where a first one ended. Needs nothing but Python before it has installed.
+`--device=cpu` rehearses the same commands without a GPU, at a small scale, with what is installed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-SITE, COMPILED = ROOT / ".run" / "gpu-site", ROOT / ".run" / "flashinfer"
+PYTHON = "3.12"  # the bundle's
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+SITE, COMPILED = ROOT / ".run" / "gpu" / HERE / "tandem", ROOT / ".run" / "flashinfer"
+PEER_VLLM = "PEER_VLLM"  # the variable that names the folder of vLLM and of its versions of libraries
 TAIL, STOP_S = 4000, 45.0
+CANNOT = 77  # the exit status of what cannot run here; its last line says why
+CANNOT_RUN = "cannot run here"
 
 
 class Errand(NamedTuple):
@@ -38,31 +44,58 @@ class Errand(NamedTuple):
 
 def stages(bundle: Path, site: Path, out: Path, device: str = "cuda") -> list[Errand]:
     # The machine's libraries are of other releases than those tested with: their warnings are no errors there.
-    options = ["-q", "-rs", "-n0", "-p", "no:cacheprovider", "-W", "default"]
+    options = ["-q", "-rs", "-n0", "-p", "no:cacheprovider", "-p", "benchmarks.gpu.skipped", "-W", "default"]
     python, tests = sys.executable, [sys.executable, "-m", "pytest", *options]
     measure = [python, "-m", "benchmarks.gpu", f"--device={device}"]
     tandem = f"{python} -m tandem"
     up = f"trap '{tandem} down --all' EXIT; trap 'exit 130' INT TERM; {tandem} up -d --sample 'import '"
-    versions = "import torch; print(torch.__version__, torch.version.cuda"
-    versions += ", torch.cuda.get_device_name(0))" if device == "cuda" else ")"
+
+    def unpacked(name: str, place: Path) -> Errand:
+        needed = name == "install" and device == "cuda"
+        return Errand(name, [python, __file__, f"--unpack={place}", str(bundle)], 120, needed)
+
+    def measured(part: str, limit_s: float) -> Errand:
+        return Errand(f"gpu-{part}", [*measure, f"--only={part}", f"--out={out / f'gpu-{part}.json'}"], limit_s)
+
     return [
-        Errand("install", [python, __file__, f"--unpack-to={site}", str(bundle)], 120, needed=True),
-        Errand("device", [python, "-c", versions], 60, needed=True),
+        unpacked("install", site),
+        Errand("device", [*measure, "--only="], 60, needed=True),
         Errand("transports", [*tests, "tests/gpu/test_transports.py"], 150),
-        Errand("engine", [*tests, "tests/gpu/test_engine.py", "-k", "not flashinfer"], 240),
-        Errand("flashinfer", [*tests, "tests/gpu/test_engine.py", "-k", "flashinfer"], 540),  # compiles its kernels
+        Errand("engine", [*tests, "tests/gpu/test_engine.py", "tests/gpu/test_tiers.py", "-k", "not flashinfer"], 240),
+        # Compiles four times eight kernels, each for two minutes: all at once.
+        Errand("flashinfer", [*tests, "-n4", "tests/gpu/test_engine.py", "-k", "flashinfer"], 540),
         Errand("cluster", ["sh", "-c", up], 180),
-        *(
-            Errand(f"gpu-{part}", [*measure, f"--only={part}", f"--out={out / f'gpu-{part}.json'}"], limit_s)
-            for part, limit_s in (("engine", 240), ("transfer", 120), ("serving", 420), ("vllm", 540))
-        ),
+        measured("engine", 240),
+        measured("transfer", 120),
+        measured("serving", 420),
+        *([unpacked("unpack-vllm", vllm_of(site))] if parts_of(bundle, "vllm") else []),
+        measured("vllm", 540),
     ]
 
 
+def vllm_of(site: Path) -> Path:
+    """Beside Tandem's: it has other versions of some libraries."""
+    return site.with_name("vllm")
+
+
+def parts_of(bundle: Path, name: str) -> list[Path]:
+    return list(bundle.rglob(f"{name}.tar.xz.*-of-*"))
+
+
 def unpack(bundle: Path, site: Path) -> None:
-    """All parts of the archive, wherever in the bundle, as one; nothing where that was done."""
-    parts = sorted(bundle.rglob("*.tar.xz.*"), key=lambda path: int(path.suffix[1:]))
-    packed = b"".join(part.read_bytes() for part in parts)
+    """All parts of the archive that has the site's name, wherever in the bundle, as one; nothing where that was done.
+
+    Raises SystemExit, naming them, where parts are missing, or are of two archives.
+    """
+    parts, total = dict[int, Path](), 1
+    for path in parts_of(bundle, site.name):
+        number, of = map(int, path.suffix[1:].split("-of-"))
+        if parts and of != total:
+            raise SystemExit(f"{site.name}.tar.xz: {bundle} has parts of two, of {total} and of {of}")
+        parts[number], total = path, of
+    if missing := [number for number in range(1, total + 1) if number not in parts]:
+        raise SystemExit(f"{site.name}.tar.xz: {bundle} lacks part {', '.join(map(str, missing))} of {total}")
+    packed = b"".join(parts[number].read_bytes() for number in sorted(parts))
     done, digest = site / "unpacked", sha256(packed).hexdigest()
     if done.is_file() and done.read_text(encoding="utf-8") == digest:
         return
@@ -77,6 +110,7 @@ def run(todo: Sequence[Errand], out: Path, environment: Mapping[str, str], secon
     signal.signal(signal.SIGINT, signal.default_int_handler)
     out.mkdir(parents=True, exist_ok=True)
     found, end = dict[str, int | str](), time.monotonic() + seconds
+    ended: int | str = ""
     with (
         (out / "bare.log").open("ab", buffering=0) as log,
         (out / "bare.jsonl").open("a", buffering=1, encoding="utf-8") as results,
@@ -84,14 +118,20 @@ def run(todo: Sequence[Errand], out: Path, environment: Mapping[str, str], secon
         for stage in todo:
             begun, place = time.monotonic(), log.tell()
             log.write(f"\n=== {stage.name}\n".encode())
-            found[stage.name] = status = _status(stage, min(stage.limit_s, end - begun), log, environment)
-            took = round(time.monotonic() - begun, 1)
-            said = {"stage": stage.name, "status": status, "seconds": took, "tail": _tail(out / "bare.log", place)}
-            results.write(json.dumps(said) + "\n")
-            print(f"{stage.name}: {status} after {took} s", flush=True)
+            status = ended or _status(stage, min(stage.limit_s, end - begun), log, environment)
+            took, tail = round(time.monotonic() - begun, 1), _tail(out / "bare.log", place)
+            if status == CANNOT:
+                status = f"{CANNOT_RUN}: {tail.strip().splitlines()[-1]}"
+            found[stage.name] = status
+            results.write(json.dumps({"stage": stage.name, "status": status, "seconds": took, "tail": tail}) + "\n")
+            print(f"{stage.name}: {status} ({took} s)", flush=True)
             if stage.needed and status != 0:
-                break
+                ended = status if is_fine(status) else f"not begun: {stage.name} failed"
     return found
+
+
+def is_fine(status: int | str) -> bool:
+    return status == 0 or str(status).startswith(CANNOT_RUN)
 
 
 def _status(stage: Errand, limit_s: float, log: IO[bytes], environment: Mapping[str, str]) -> int | str:
@@ -132,6 +172,7 @@ def environment_of(site: Path, device: str) -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "clients" / "python"), str(site), os.environ.get("PYTHONPATH", "")])
     programs = os.pathsep.join([str(Path(sys.executable).parent), str(site / "bin"), os.environ.get("PATH", "")])
     own = {"PYTHONPATH": path, "PATH": programs, "FLASHINFER_WORKSPACE_BASE": str(COMPILED), "PYTHONUNBUFFERED": "1"}
+    own[PEER_VLLM] = str(vllm_of(site))
     own["XDG_STATE_HOME"] = str(site.parent / "state")  # where clusters are noted: `down` ends no other
     return os.environ | own | {"TANDEM_DEVICE": device, "TANDEM_KV_MEMORY": "1GiB" if device == "cuda" else "64MiB"}
 
@@ -143,10 +184,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="the most that all take together")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT") or ROOT / "benchmarks" / "out" / "bare")
-    parser.add_argument("--unpack-to", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--unpack", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.unpack_to:
-        unpack(options.bundle, options.unpack_to)
+    if options.unpack and HERE != PYTHON:
+        print(f"the bundle's wheels are for Python {PYTHON}, and this is {HERE}")
+        raise SystemExit(CANNOT)
+    if options.unpack:
+        unpack(options.bundle, options.unpack)
         return
     out = Path(options.out).resolve()
     todo = stages(options.bundle.resolve(), SITE, out, options.device)
@@ -154,7 +198,8 @@ def main() -> None:
     if unknown := set(asked) - {stage.name for stage in todo}:
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(stage.name for stage in todo)}")
     todo = [stage for stage in todo if stage.name in asked]
-    raise SystemExit(any(run(todo, out, environment_of(SITE, options.device), options.seconds).values()))
+    found = run(todo, out, environment_of(SITE, options.device), options.seconds)
+    raise SystemExit(not all(map(is_fine, found.values())))
 
 
 if __name__ == "__main__":

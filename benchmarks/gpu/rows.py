@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from typing import Any, Literal
 
 import torch
 
+from benchmarks.gpu.bare import PEER_VLLM
 from benchmarks.models import Shape
 
 LIBRARIES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "flashinfer-python", "tandem", "vllm")
@@ -74,8 +77,8 @@ class ReportRow:
         return f"{said}; ratio {self.ratio:.2f}{goal}{'' if self.met is not False else ', MISSED'}"
 
 
-def report(scale: Scale, rows: Sequence[ReportRow], failed: dict[str, str]) -> dict[str, Any]:
-    """As it is written: what was measured where, when and with what; `failed` says what could not be, and why."""
+def report(scale: Scale, rows: Sequence[ReportRow], failed: dict[str, str], cannot: dict[str, str]) -> dict[str, Any]:
+    """As it is written: what was measured where, when and with what; which parts failed or cannot run here, and why."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device_name(scale.device),
@@ -83,6 +86,7 @@ def report(scale: Scale, rows: Sequence[ReportRow], failed: dict[str, str]) -> d
         "scale": asdict(scale),
         "rows": [asdict(row) | {"ratio": row.ratio, "met": row.met} for row in rows],
         "failed": failed,
+        "cannot": cannot,
     }
 
 
@@ -94,9 +98,7 @@ def versions() -> dict[str, str]:
     found = {"cuda": str(torch.version.cuda)}
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    places = [*sys.path, os.environ.get(PEER_VLLM, "")]
     for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+        found.update((name, one.version) for one in distributions(name=name, path=places))
     return found

@@ -4,15 +4,17 @@ worker alone beside vLLM, where that is installed."""
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sys
 from collections.abc import Callable, Coroutine
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.gpu.bare import PEER_VLLM
 from benchmarks.gpu.rows import ReportRow, Scale
 from benchmarks.load import Job, LoadClient, closed_loop, disturbed, prompt
 from benchmarks.models import OUT
@@ -38,7 +40,7 @@ def serving_rows(scale: Scale, model: Path) -> list[ReportRow]:
 
 def vllm_rows(scale: Scale, model: Path) -> list[ReportRow]:
     """Raises PeerUnavailable where it is not installed, or does not start."""
-    if find_spec("vllm") is None:
+    if PathFinder.find_spec("vllm", [*carried(), *sys.path]) is None:
         raise PeerUnavailable("vLLM is not installed here")
     ours, theirs = (_measured(peer, scale, model, _alone) for peer in (tandem(scale, "aggregated"), vllm(scale)))
     return [
@@ -47,6 +49,12 @@ def vllm_rows(scale: Scale, model: Path) -> list[ReportRow]:
         else ReportRow(name, "tok/s", ours[name], "vLLM", theirs[name])
         for name in ours
     ]
+
+
+def carried() -> list[str]:
+    """The folder that PEER_VLLM names, where it is there."""
+    place = os.environ.get(PEER_VLLM)
+    return [place] if place and (Path(place) / "vllm").is_dir() else []
 
 
 def tandem(scale: Scale, name: str) -> MeasuredPeer:
@@ -60,20 +68,26 @@ def tandem(scale: Scale, name: str) -> MeasuredPeer:
 
 
 def vllm(scale: Scale) -> MeasuredPeer:
-    """With as much memory for KV, and as many tokens a step."""
+    """With as much memory for KV, and as many tokens a step; by what is carried for it, if anything is."""
 
     def command(model: Path, port: int) -> list[str]:
         told = serving_of_vllm(model, port, most_tokens=scale.shape.max_positions)
         sizes = [f"--kv-cache-memory-bytes={scale.kv_mib << 20}", f"--max-num-batched-tokens={scale.prompt}"]
         return [sys.executable, "-m", VLLM, *told, *sizes]
 
-    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return MeasuredPeer("gpu-vllm", "vLLM", command, "", "/health", offline, {"return_token_ids": True})
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment.update(("PYTHONPATH", place) for place in carried())
+    return MeasuredPeer("gpu-vllm", "vLLM", command, "", "/health", environment, {"return_token_ids": True})
 
 
 def _measured(peer: MeasuredPeer, scale: Scale, model: Path, figures: Figures) -> dict[str, float]:
-    with peer.running(model) as client:
-        return asyncio.run(figures(client, scale))
+    try:
+        with peer.running(model) as client:
+            return asyncio.run(figures(client, scale))
+    except PeerUnavailable:
+        # The log may lie where nobody can read it later.
+        print(peer.log(model).read_text(encoding="utf-8", errors="replace")[-3000:], flush=True)
+        raise
 
 
 async def _beside_prompts(client: LoadClient, scale: Scale) -> dict[str, float]:

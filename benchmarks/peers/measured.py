@@ -61,7 +61,7 @@ class MeasuredPeer:
             yield self._ready(LoadClient(self.url.rstrip("/"), model.name, dict(self.extra)), lambda: True)
             return
         port = free_ports(1)[0]
-        log = OUT / "logs" / f"{self.name}-{model.name}.log"
+        log = self.log(model)
         log.parent.mkdir(parents=True, exist_ok=True)
         with started(self.command(model, port), log, self.environment) as process:
             client = LoadClient(f"http://127.0.0.1:{port}", model.name, dict(self.extra))
@@ -69,6 +69,9 @@ class MeasuredPeer:
                 yield self._ready(client, lambda: process.poll() is None)
             except PeerUnavailable as error:
                 raise PeerUnavailable(f"{error}; its log is {log}") from None
+
+    def log(self, model: Path) -> Path:
+        return OUT / "logs" / f"{self.name}-{model.name}.log"
 
     def _ready(self, client: LoadClient, alive: Callable[[], bool]) -> LoadClient:
         end = time.monotonic() + START_BOUND_S
