@@ -22,10 +22,9 @@ import torch
 
 from benchmarks.gpu.bare import CANNOT, CANNOT_RUN
 from benchmarks.gpu.engine import copy_seconds, engine_rows
-from benchmarks.gpu.rows import SCALES, ReportRow, Scale, device_name, report, versions
+from benchmarks.gpu.rows import SCALES, CannotRun, ReportRow, Scale, device_name, report, versions
 from benchmarks.gpu.serving import serving_rows, vllm_rows
 from benchmarks.models import OUT, made
-from benchmarks.peers import PeerUnavailable
 from benchmarks.transfer import ORDERS, bandwidth
 
 Part = Callable[[Scale, Path], list[ReportRow]]
@@ -62,7 +61,7 @@ def measure(scale: Scale, model: Path, parts: list[str], out: Path) -> int:
         try:
             rows += (measured := PARTS[name](scale, model))
             print(*measured, sep="\n", flush=True)
-        except PeerUnavailable as error:
+        except CannotRun as error:
             cannot[name] = str(error)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"

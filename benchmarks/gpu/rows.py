@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import distributions
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,10 @@ from benchmarks.gpu.bare import PEER_VLLM
 from benchmarks.models import Shape
 
 LIBRARIES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "flashinfer-python", "tandem", "vllm")
+
+
+class CannotRun(RuntimeError):
+    """A part needs what is not here; says what. Nothing has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +99,16 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device != "cpu" else "cpu"
 
 
+def carried() -> list[str]:
+    """The folder of vLLM that was carried here, where it is there."""
+    place = os.environ.get(PEER_VLLM)
+    return [place] if place and (Path(place) / "vllm").is_dir() else []
+
+
 def versions() -> dict[str, str]:
     found = {"cuda": str(torch.version.cuda)}
     if torch.cuda.is_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    places = [*sys.path, os.environ.get(PEER_VLLM, "")]
     for name in LIBRARIES:
-        found.update((name, one.version) for one in distributions(name=name, path=places))
+        found.update((name, one.version) for one in distributions(name=name, path=[*sys.path, *carried()]))
     return found

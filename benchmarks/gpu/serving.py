@@ -4,7 +4,6 @@ worker alone beside vLLM, where that is installed."""
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import sys
 from collections.abc import Callable, Coroutine
@@ -14,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.gpu.bare import PEER_VLLM
-from benchmarks.gpu.rows import ReportRow, Scale
+from benchmarks.gpu.rows import CannotRun, ReportRow, Scale, carried
 from benchmarks.load import Job, LoadClient, closed_loop, disturbed, prompt
 from benchmarks.models import OUT
 from benchmarks.peers import MeasuredPeer, PeerUnavailable, of_tandem, serving_of_vllm
@@ -39,22 +37,22 @@ def serving_rows(scale: Scale, model: Path) -> list[ReportRow]:
 
 
 def vllm_rows(scale: Scale, model: Path) -> list[ReportRow]:
-    """Raises PeerUnavailable where it is not installed, or does not start."""
+    """Raises CannotRun where it is not installed, or is not for this device."""
     if PathFinder.find_spec("vllm", [*carried(), *sys.path]) is None:
-        raise PeerUnavailable("vLLM is not installed here")
-    ours, theirs = (_measured(peer, scale, model, _alone) for peer in (tandem(scale, "aggregated"), vllm(scale)))
+        raise CannotRun("vLLM is not installed here")
+    ours = _measured(tandem(scale, "aggregated"), scale, model, _alone)
+    try:
+        theirs = _measured(vllm(scale), scale, model, _alone)
+    except PeerUnavailable as error:
+        if scale.device == "cpu":
+            raise CannotRun(f"vLLM for GPUs, on a CPU: {error}") from None
+        raise
     return [
         ReportRow(name, "ms", ours[name], "vLLM", theirs[name], better="lower")
         if name.startswith("TTFT")
         else ReportRow(name, "tok/s", ours[name], "vLLM", theirs[name])
         for name in ours
     ]
-
-
-def carried() -> list[str]:
-    """The folder that PEER_VLLM names, where it is there."""
-    place = os.environ.get(PEER_VLLM)
-    return [place] if place and (Path(place) / "vllm").is_dir() else []
 
 
 def tandem(scale: Scale, name: str) -> MeasuredPeer:

@@ -47,7 +47,7 @@ TANDEM = Site(
     }),
 )  # fmt: skip
 
-# Its server answers with these alone: that of its build for CPUs, of the same release, was tried with them.
+# Its server answers with these and what is there: that of its build for CPUs, of the same release, was tried.
 VLLM = Site(
     "vllm",
     (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.__main__ import PARTS, measure
-from benchmarks.gpu.bare import CANNOT
+from benchmarks.gpu.bare import CANNOT, PEER_VLLM
 from benchmarks.gpu.rows import FULL, SMALL, ReportRow
 from benchmarks.gpu.serving import NAMES, cluster
 from benchmarks.models import made
@@ -38,6 +38,19 @@ def test_rows_have_ratios_versions_and_a_date_and_what_fails_is_named(tmp_path: 
     found = json.loads(out.read_text(encoding="utf-8"))
     assert list(found["failed"]) == ["engine", "unknown"]
     assert "token_ids" in found["failed"]["engine"]
+
+
+@pytest.mark.long
+def test_a_cluster_that_does_not_start_has_failed_and_an_absent_peer_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, model = tmp_path / "gpu.json", made(SMALL.shape, tmp_path / "tiny")
+    monkeypatch.delenv(PEER_VLLM, raising=False)
+    assert measure(SMALL, model, ["vllm"], out) == CANNOT
+    assert measure(replace(SMALL, kv_mib=0), model, ["vllm", "serving"], out) == 1
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert found["cannot"] == {"vllm": "vLLM is not installed here"}
+    assert found["failed"]["serving"].startswith("PeerUnavailable: the process ended; its log is ")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -76,8 +76,11 @@ def test_parts_are_put_together_where_they_are_unpacked_and_only_once(tmp_path: 
     for number, part in enumerate(parts):
         (tmp_path / f"carried{number}").mkdir()
         part.rename(tmp_path / f"carried{number}" / part.name)
+    there.mkdir(parents=True)
+    (there / "stale.py").touch()
     for _ in range(2):
         unpack(tmp_path, there)
+    assert {path.name for path in there.iterdir()} == {"bin", "unpacked"}
     assert (there / "bin" / "program").read_bytes() == (folder / "bin" / "program").read_bytes()
     assert os.access(there / "bin" / "program", os.X_OK)
     (tmp_path / "carried1" / parts[1].name).unlink()
