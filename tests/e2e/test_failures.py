@@ -103,8 +103,8 @@ def test_without_a_decode_worker_a_stream_ends_by_its_deadline_with_a_typed_even
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     events.append(line)
-                if len(events) == 1:
-                    os.kill(pid, signal.SIGKILL)
+                    if len(events) == 1:
+                        os.kill(pid, signal.SIGKILL)  # once: behind each event is an empty line
         if events:
             break
     assert '"error"' in events[-1]
