@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tandem.commands.up import DEMO_MODEL
-from tests.e2e.cluster import BOUND_S, RunningCluster, running_cluster
+from tests.e2e.cluster import BOUND_S, RunningCluster, eventually, running_cluster
 from tests.machines import AS_NAMELESS, UID, needs_ipv6, needs_root
 
 # Nothing listens there; a client that speaks SOCKS lacks a package for it.
@@ -47,7 +47,7 @@ def test_behind_a_proxy_in_an_ascii_locale_by_name_on_one_cpu(tmp_path: Path) ->
         assert answers(cluster)
         (decode,) = cluster.pids("decode")
         assert "--threads=1" in psutil.Process(decode).cmdline()
-        assert "mod\\xe8le" in tandem("ps", env=env)
+        eventually(lambda: "mod\\xe8le" in tandem("ps", env=env), BOUND_S, "noted, which is after its sample")
         assert "\\xe9" in tandem("generate", "# é", f"--address={cluster.grpc}", "--max-tokens=1", env=env)
         addresses = (f"--redis-url={cluster.redis_url}", f"--gateway-url={cluster.http}", "--integrity")
         found = tandem("doctor", f"--grpc-address={cluster.grpc}", *addresses[1:], env=env)
